@@ -1,0 +1,54 @@
+"""Scores a run on a whole split, from its directory alone.
+
+    python eval.py RUN_DIR [--split test|validation] [--step newest|best|N]
+
+The test split at the newest step goes to RUN_DIR/eval.json, anything else to RUN_DIR/eval-SPLIT-STEP.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import jax
+
+from lrkv_jax import report, rundir, sharding
+from lrkv_jax.checkpoint import Checkpointer
+from lrkv_jax.config import RunConfig
+from lrkv_jax.settings import UserError, command
+from train import make_run_program
+
+
+def main() -> int:
+    """Command line to exit status."""
+    parser = argparse.ArgumentParser(prog="eval.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--split", choices=("train", "validation", "test"), default="test")
+    parser.add_argument("--step", default="newest", help="newest, best, or a step's number")
+    options = parser.parse_args()
+    config = RunConfig.load(options.run_dir)
+    mesh = sharding.make_mesh(config.mesh)
+    store = rundir.open_corpus(options.run_dir, config)
+    program = make_run_program(config, store)
+    with Checkpointer(options.run_dir, config.checkpoint) as checkpoints, jax.set_mesh(mesh):
+        abstract = program.abstract_state(mesh)["params"]
+        params, step = checkpoints.restore_params(abstract, which(options.step))
+        result = report.score(config, program, params, step, store, mesh, options.split)
+    default = options.split == "test" and options.step == "newest"
+    name = "eval.json" if default else f"eval-{options.split}-{options.step}.json"
+    rundir.write_json(options.run_dir / name, result)
+    print(report.table(result))
+    return 0
+
+
+def which(text: str) -> int | str:
+    """A step's number, `newest` or `best`."""
+    if text in ("newest", "best"):
+        return text
+    if not text.isdecimal():
+        raise UserError(f"--step {text}: must be newest, best, or a step's number")
+    return int(text)
+
+
+if __name__ == "__main__":
+    command(main)()

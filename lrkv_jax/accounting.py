@@ -1,0 +1,144 @@
+"""Parameters, FLOPs and cache bytes, read off abstract shapes: nothing is allocated and no formula is kept here.
+
+Cache bytes are those of the arrays that `empty_cache` would allocate, key scales included. FLOPs are those of every
+dot product in the traced forward and backward pass, with all T² scores (as is customary) and without recomputation,
+so that two runs compare by what their mathematics costs, not by how it was run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend import core as jex
+
+from lrkv_jax import attention
+from lrkv_jax.attention.base import AttentionConfig, empty_cache
+from lrkv_jax.config import RunConfig
+from lrkv_jax.optimizer import OptimizerConfig
+from lrkv_jax.step import Tokens, make_program
+from lrkv_jax.transformer import ModelConfig
+
+
+class Accounts(NamedTuple):
+    """What a model costs."""
+
+    parameters: int
+    """All parameters, embeddings included."""
+    embedding_parameters: int
+    """Those of embedding and unembedding."""
+    cache_values_per_token_per_layer: int
+    """Numbers kept of each token in one layer."""
+    cache_bytes_per_token: int
+    """Bytes kept of each token in all layers."""
+    cache_percent_of_mha: float
+    """Bytes over the bytes of MHA with the same heads, head dim and dtype."""
+    train_flops_per_token: float
+    """Forward and backward, per input token."""
+
+
+def accounts(config: RunConfig) -> Accounts:
+    """The accounts of a run's model."""
+    params = abstract_parameters(config)
+    sizes = {role: 0 for role in ("embed", "unembed", "matrix", "vector")}
+    for param in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, nnx.Param)):
+        sizes[param.role] += math.prod(param.get_value().shape)
+    values, size = cache_per_token(config.model, config.attention)
+    heads, head_dim = config.attention.heads, config.attention.head_dim
+    mha = attention.families()["gqa"].Config(heads=heads, head_dim=head_dim)
+    return Accounts(
+        parameters=sum(sizes.values()),
+        embedding_parameters=sizes["embed"] + sizes["unembed"],
+        cache_values_per_token_per_layer=values,
+        cache_bytes_per_token=size * config.model.layers,
+        cache_percent_of_mha=100 * size / cache_per_token(config.model, mha)[1],
+        train_flops_per_token=train_flops_per_token(config),
+    )
+
+
+def abstract_parameters(config: RunConfig) -> nnx.State:
+    """Shapes of all parameters, labels included."""
+    return jax.eval_shape(_program(config).init_state, jax.random.key(0))["params"]
+
+
+def cache_per_token(model: ModelConfig, family: AttentionConfig) -> tuple[int, int]:
+    """(values, bytes) that one layer keeps of each token, in the model's compute dtype."""
+
+    def allocate() -> dict[str, jax.Array]:
+        module = attention.build(
+            family, width=model.width, eps=model.norm_eps, dtype=jnp.dtype(model.dtype), rngs=nnx.Rngs(params=0)
+        )
+        return empty_cache(module, model.width, batch=1, slots=1)
+
+    leaves = jax.tree.leaves(jax.eval_shape(allocate))
+    return sum(leaf.size for leaf in leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def train_flops_per_token(config: RunConfig) -> float:
+    """FLOPs of the products in one sequence's loss and gradient, over its T tokens."""
+    model = config.model.model_copy(update={"remat": "none", "scan_layers": True})
+    plain = config.model_copy(
+        update={
+            "model": model,
+            "attention": config.attention.model_copy(update={"implementation": "reference"}),
+            "train": config.train.model_copy(update={"loss_chunks": 1, "microbatches": 1, "batch_size": 1}),
+        }
+    )
+    tokens = jax.ShapeDtypeStruct((1, config.data.context + 1), jnp.int32)
+    program = _program(plain)
+    jaxpr = jax.make_jaxpr(lambda params, tokens: program.gradient(params, tokens))(abstract_parameters(plain), tokens)
+    return dot_flops(jaxpr.jaxpr) / config.data.context
+
+
+def dot_flops(jaxpr: jex.Jaxpr) -> int:
+    """2·(multiplications) of every dot_general in a jaxpr; a scan's body counts once an iteration.
+
+    Raises ValueError for a loop whose length the jaxpr doesn't tell.
+    """
+    total = 0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
+            continue
+        inner = sum(dot_flops(sub) for sub in subjaxprs(equation.params))
+        if name == "while" and inner:
+            raise ValueError("a while loop holds a dot product: its count of iterations is unknown")
+        total += inner * (equation.params["length"] if name == "scan" else 1)
+    return total
+
+
+def subjaxprs(params: Any) -> Iterator[jex.Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    for leaf in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, jex.Jaxpr | jex.ClosedJaxpr)):
+        if isinstance(leaf, jex.ClosedJaxpr):
+            yield leaf.jaxpr
+        elif isinstance(leaf, jex.Jaxpr):
+            yield leaf
+
+
+def _program(config: RunConfig) -> Any:
+    tokens = Tokens(begin=0, end=0, mask_documents=False)
+    return make_program(config.model, config.attention, config.train, OptimizerConfig(), tokens)
+
+
+def dry_run(config: RunConfig) -> str:
+    """What `train.py --dry-run` prints."""
+    found = accounts(config)
+    tokens = config.train.steps * config.train.batch_size * config.data.context
+    rows = {
+        "attention": f"{config.family} ({config.attention.family})",
+        "parameters": f"{found.parameters:,} ({found.parameters - found.embedding_parameters:,} without embeddings)",
+        "KV cache": f"{found.cache_values_per_token_per_layer:,} values/token/layer, "
+        f"{found.cache_bytes_per_token:,} bytes/token ({config.model.dtype}), "
+        f"{found.cache_percent_of_mha:.1f} % of MHA",
+        "training tokens": f"{tokens:,}",
+        "training FLOPs": f"{found.train_flops_per_token:.4g} per token, {found.train_flops_per_token * tokens:.4g} in all",
+    }
+    return "\n".join(f"{name:<16} {value}" for name, value in rows.items())

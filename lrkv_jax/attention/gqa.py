@@ -1,0 +1,80 @@
+"""Grouped-query attention (arXiv 2305.13245): K key/value heads, each read by H/K query heads.
+
+MHA is K = H and MQA (arXiv 1911.02150) is K = 1: presets of one class. The cache holds the rotated, normed keys and
+the values: 2·K·C values a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from lrkv_jax.attention.base import AttentionBase, AttentionConfig, check_groups, check_rotary
+from lrkv_jax.layers import Projection, add_bias, constant, rms_norm, rope
+
+
+class Config(AttentionConfig):
+    """Grouped-query attention; kv_heads = heads is MHA, kv_heads = 1 is MQA."""
+
+    family: Literal["gqa"] = "gqa"
+    """The attention family."""
+    kv_heads: int | None = None
+    """K, key/value heads; None = heads (MHA)."""
+    rotary_dim: int | None = None
+    """Dimensions of a head that rotate, the first ones; None = all."""
+
+    def model_post_init(self, context: Any) -> None:
+        """Adds the checks of groups and rotary dimensions."""
+        super().model_post_init(context)
+        check_groups(self.heads, self.groups)
+        check_rotary(self.rotary, self.head_dim)
+
+    @property
+    def groups(self) -> int:
+        """K with its default filled in."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def rotary(self) -> int:
+        """Rotary dimensions with their default filled in."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+
+class Attention(AttentionBase):
+    """q_h = x W_Q,h; k_j = x W_K,j; v_j = x W_V,j; query head h reads j = h // (H/K)."""
+
+    config: Config
+
+    def __init__(self, config: Config, *, width: int, eps: float, dtype: Any, rngs: nnx.Rngs, out_std: float = 1.0):
+        super().__init__(config, width=width, eps=eps, out_std=out_std, dtype=dtype, rngs=rngs)
+        head_dim = config.head_dim
+
+        def heads(count: int, name: str) -> Projection:
+            shape, axes = (width, count, head_dim), ("embed", name, "head_dim")
+            return Projection("btd,dhc->bthc", shape, axes, rngs=rngs, dtype=dtype)
+
+        def bias(count: int, name: str) -> nnx.Param | None:
+            return constant(0.0, (count, head_dim), (name, "head_dim")) if config.qkv_bias else None
+
+        self.w_q, self.bias_q = heads(config.heads, "heads"), bias(config.heads, "heads")
+        self.w_k, self.bias_k = heads(config.groups, "kv_heads"), bias(config.groups, "kv_heads")
+        self.w_v, self.bias_v = heads(config.groups, "kv_heads"), bias(config.groups, "kv_heads")
+
+    def query(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H C"]:
+        """Rotated, normed queries."""
+        return self._rotate_norm(add_bias(self.w_q(x), self.bias_q), positions)
+
+    def compress(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> dict[str, Array]:
+        """Rotated, normed keys and values, [B, T, K, C] each."""
+        k = self._rotate_norm(add_bias(self.w_k(x), self.bias_k), positions)
+        return {"k": k, "v": add_bias(self.w_v(x), self.bias_v)}
+
+    def expand(self, entry: dict[str, Array], positions: Int[Array, "B S"]) -> tuple[Array, Array]:
+        """Nothing to expand: the entry is the keys and values."""
+        return entry["k"], entry["v"]
+
+    def _rotate_norm(self, x: Array, positions: Array) -> Array:
+        x = rope(x, positions, self.config.rope_base, self.config.rotary)
+        return rms_norm(x, self.eps) if self.config.qk_norm else x

@@ -1,0 +1,220 @@
+"""Low-rank key-value attention (LRKV, arXiv 2601.11471): one shared key and value, and a rank-R residual per head.
+
+    k_shared = x W_shared   [C]     code_h = x U_h   [R]     k_h = k_shared + code_h B_h   [C]
+
+and the same for values with factors of their own. The cache keeps k_shared, v_shared and the codes of K residual heads:
+2·(C + K·R) values a token, and with QK-norm one float32 scale a residual head.
+
+The paper rotates shared key and code once when caching, but rotation does not commute with B_h. Three modes, each an
+exact model with a compressed cache:
+
+    full    score = rope(q) · rope(k_shared + code_h B_h)                   what the paper trains
+    shared  score = rope(q) · rope(k_shared) + (q B_hᵀ) · code_h            the residual carries no position
+    latent  score = rope(q) · rope(k_shared) + rope_R(q B_hᵀ) · rope_R(code_h)
+
+`full` decodes by the identity  rope(code B_h)_s · q = code · (M_h cs_s),  cs_s = [cos θ_m s ; sin θ_m s],
+M_h = [q_a ⊙ B_a + q_b ⊙ B_b , q_b ⊙ B_a − q_a ⊙ B_b] with halves a, b: no key is ever formed.
+A key bias is one more row of B_h whose code is the constant 1; it is not cached, and carries no position where the
+residual carries none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from lrkv_jax.attention.base import AttentionBase, AttentionConfig, check_groups, product, require
+from lrkv_jax.layers import Projection, add_bias, constant, rms_norm, rms_scale, rope, rope_angles
+
+# Absorbing costs R·C per (query, head, token), expanding a block R·C per (head, token) and C per query: with more
+# queries than this, blocks are expanded.
+ABSORB_QUERIES = 2
+
+
+class Config(AttentionConfig):
+    """Low-rank key-value attention."""
+
+    family: Literal["lrkv"] = "lrkv"
+    """The attention family."""
+    kv_heads: int | None = None
+    """K, residual heads, each shared by H/K query heads; None = heads."""
+    rank: int = 12
+    """R, rank of a head's residual; 0 is MQA."""
+    rope_mode: Literal["full", "shared", "latent"] = "full"
+    """Where rotation acts (module docstring); `latent` needs an even rank."""
+
+    def model_post_init(self, context: Any) -> None:
+        """Adds the checks of groups, rank and mode."""
+        super().model_post_init(context)
+        check_groups(self.heads, self.groups)
+        require(self.rank >= 0, f"rank = {self.rank}: must be 0 or more")
+        latent_odd = self.rope_mode == "latent" and self.rank % 2
+        require(not latent_odd, f"rank = {self.rank}: must be even with rope_mode = latent, which rotates pairs of it")
+
+    @property
+    def groups(self) -> int:
+        """K with its default filled in."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+
+class Attention(AttentionBase):
+    """Scale 1/sqrt(C) in every mode; QK-norm takes a key's scale from the composed, unrotated key."""
+
+    config: Config
+
+    def __init__(self, config: Config, *, width: int, eps: float, dtype: Any, rngs: nnx.Rngs, out_std: float = 1.0):
+        super().__init__(config, width=width, eps=eps, out_std=out_std, dtype=dtype, rngs=rngs)
+        heads, groups, head_dim, rank = config.heads, config.groups, config.head_dim, config.rank
+
+        def shared() -> Projection:
+            return Projection("btd,dc->btc", (width, head_dim), ("embed", "head_dim"), rngs=rngs, dtype=dtype)
+
+        def down() -> Projection | None:
+            shape, axes = (width, groups, rank), ("embed", "kv_heads", "rank")
+            return Projection("btd,dkr->btkr", shape, axes, rngs=rngs, dtype=dtype) if rank else None
+
+        def up() -> Projection | None:
+            shape, axes = (groups, rank, head_dim), ("kv_heads", "rank", "head_dim")
+            # ‖U_h B_h‖ starts at a tenth of ‖W_shared‖
+            std = 0.1 / math.sqrt(rank) if rank else None
+            return Projection("btkr,krc->btkc", shape, axes, std=std, rngs=rngs, dtype=dtype) if rank else None
+
+        def bias(count: int, name: str) -> nnx.Param | None:
+            return constant(0.0, (count, head_dim), (name, "head_dim")) if config.qkv_bias else None
+
+        self.w_q = Projection(
+            "btd,dhc->bthc", (width, heads, head_dim), ("embed", "heads", "head_dim"), rngs=rngs, dtype=dtype
+        )
+        self.w_k_shared, self.u_k, self.b_k = shared(), down(), up()
+        self.w_v_shared, self.u_v, self.b_v = shared(), down(), up()
+        self.bias_q = bias(heads, "heads")
+        self.bias_k, self.bias_v = bias(groups, "kv_heads"), bias(groups, "kv_heads")
+
+    def query(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H Q"]:
+        """rope(q) [C] in mode full; [rope(q) ; q B_hᵀ] [C + R] in shared, its second part rotated too in latent."""
+        config = self.config
+        q = add_bias(self.w_q(x), self.bias_q)
+        q = rms_norm(q, self.eps) if config.qk_norm else q
+        rotated = rope(q, positions, config.rope_base)
+        if config.rope_mode == "full" or not self._has_residual():
+            return rotated
+        grouped = self.group(q, config.groups)
+        code = jnp.einsum("btkgc,krc->btkgr", grouped, self._factor()).reshape(*q.shape[:3], -1)
+        if config.rope_mode == "latent":
+            code = rope(code, positions, config.rope_base, config.rank)
+        return jnp.concatenate([rotated, code], axis=-1)
+
+    def compress(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> dict[str, Array]:
+        """rope(k_shared) and v_shared [B, T, C], codes [B, T, K, R], and with QK-norm key scales [B, T, K] in float32."""
+        config = self.config
+        k_shared = self.w_k_shared(x)
+        entry = {"k_shared": rope(k_shared, positions, config.rope_base), "v_shared": self.w_v_shared(x)}
+        if self.u_k is not None:
+            entry |= {"k_code": self.u_k(x), "v_code": self.u_v(x)}
+        if config.qk_norm:
+            entry["k_scale"] = rms_scale(k_shared[:, :, None] + self._residual(entry, positions), self.eps)
+        if config.rope_mode == "latent" and self.u_k is not None:
+            entry["k_code"] = rope(entry["k_code"], positions, config.rope_base)
+        return entry
+
+    def expand(self, entry: dict[str, Array], positions: Int[Array, "B S"]) -> tuple[Array, Array]:
+        """Keys [B, S, K, Q] and values [B, S, K, C]; rotation is linear, so the cached rotated key needs no undoing."""
+        config = self.config
+        v = entry["v_shared"][:, :, None]
+        v = add_bias(v + self.b_v(entry["v_code"]) if self.b_v is not None else self._broadcast(v), self.bias_v)
+        k = self._broadcast(entry["k_shared"][:, :, None])
+        if config.rope_mode == "full" or not self._has_residual():
+            k = k + rope(self._residual(entry, positions), positions, config.rope_base)
+            # The same scale as the cached one; recomputed, so that training has no second use of the composed key.
+            return (rms_norm(k, self.eps) if config.qk_norm else k), v
+        k = jnp.concatenate([k, self._code(entry)], axis=-1)
+        if config.qk_norm:
+            k = (k.astype(jnp.float32) * entry["k_scale"][..., None]).astype(k.dtype)
+        return k, v
+
+    def _has_residual(self) -> bool:
+        return self.b_k is not None or self.bias_k is not None
+
+    def _broadcast(self, shared: Float[Array, "B S 1 C"]) -> Float[Array, "B S K C"]:
+        return jnp.broadcast_to(shared, (*shared.shape[:2], self.config.groups, shared.shape[-1]))
+
+    def _residual(self, entry: dict[str, Array], positions: Int[Array, "B S"]) -> Float[Array, "B S K C"]:
+        """code_h B_h of unrotated codes, with the key bias."""
+        if self.b_k is None:
+            shape = (*entry["k_shared"].shape[:2], self.config.groups, self.config.head_dim)
+            return add_bias(jnp.zeros(shape, self.dtype), self.bias_k)
+        return add_bias(self.b_k(entry["k_code"]), self.bias_k)
+
+    def _factor(self) -> Float[Array, "K R C"]:
+        """B_h, with the key bias as its last row."""
+        rows = [] if self.b_k is None else [self.b_k.weight()]
+        rows += [] if self.bias_k is None else [self.bias_k.get_value().astype(self.dtype)[:, None]]
+        return jnp.concatenate(rows, axis=1)
+
+    def _code(self, entry: dict[str, Array]) -> Float[Array, "B S K R"]:
+        """The cached codes, with the constant 1 that goes with the bias row."""
+        ones = jnp.ones((*entry["k_shared"].shape[:2], self.config.groups, 1), self.dtype)
+        if self.b_k is None:
+            return ones
+        return entry["k_code"] if self.bias_k is None else jnp.concatenate([entry["k_code"], ones], axis=-1)
+
+    def absorb(self, q: Float[Array, "B T H Q"]) -> dict[str, Array]:
+        """Splits the query by what it meets; in mode full forms M_h [B, T, K, G, R, C] for a few queries."""
+        head_dim, groups = self.config.head_dim, self.config.groups
+        absorbed = {"shared": q[..., :head_dim]}
+        if not self._has_residual():
+            return absorbed
+        if self.config.rope_mode != "full":
+            return absorbed | {"code": self.group(q[..., head_dim:], groups)}
+        if q.shape[1] > ABSORB_QUERIES:
+            return absorbed | {"expanded": self.group(q, groups)}
+        q_a, q_b = jnp.split(self.group(q, groups).astype(jnp.float32)[..., None, :], 2, axis=-1)
+        b_a, b_b = jnp.split(self._factor().astype(jnp.float32)[None, None, :, None], 2, axis=-1)
+        return absorbed | {"m": jnp.concatenate([q_a * b_a + q_b * b_b, q_b * b_a - q_a * b_b], axis=-1)}
+
+    def score(
+        self, q: dict[str, Array], entry: dict[str, Array], positions: Int[Array, "B S"]
+    ) -> Float[Array, "B H T S"]:
+        """Shared part plus residual part, times the key scale; the codes are read once and never expanded."""
+        scores = product("bthc,bsc->bhts", q["shared"], entry["k_shared"])
+        if "code" in q:
+            scores += self.ungroup(product("btkgr,bskr->bkgts", q["code"], self._code(entry)))
+        elif "m" in q:
+            angles = jnp.concatenate(rope_angles(positions, self.config.head_dim, self.config.rope_base), axis=-1)
+            w = product("btkgrc,bsc->bkgtrs", q["m"], angles)
+            code = self._code(entry).astype(jnp.float32).transpose(0, 2, 3, 1)[:, :, None, None]
+            scores += self.ungroup(jnp.sum(w * code, axis=-2))
+        elif "expanded" in q:
+            residual = rope(self._residual(entry, positions), positions, self.config.rope_base)
+            scores += self.ungroup(product("btkgc,bskc->bkgts", q["expanded"], residual))
+        if "k_scale" in entry:
+            scale = entry["k_scale"].transpose(0, 2, 1)[:, :, None, None]
+            by_group = scores.reshape(scores.shape[0], self.config.groups, -1, *scores.shape[2:])
+            scores = self.ungroup(by_group * scale)
+        return scores
+
+    def weigh(
+        self, weights: Float[Array, "B H T S"], entry: dict[str, Array], positions: Int[Array, "B S"]
+    ) -> dict[str, Array]:
+        """a_h V_shared [B, H, T, C] and a_h code_h [B, H, T, R]: values need no rotation, so two thin products do."""
+        sums = {"shared": product("bhts,bsc->bhtc", weights, entry["v_shared"])}
+        if self.b_v is not None:
+            grouped = weights.reshape(weights.shape[0], self.config.groups, -1, *weights.shape[2:])
+            sums["code"] = self.ungroup(product("bkgts,bskr->bkgtr", grouped, entry["v_code"]))
+        return sums
+
+    def release(self, sums: dict[str, Array]) -> Float[Array, "B H T C"]:
+        """o_h = a_h V_shared + (a_h code_h) B_h, and the value bias, over which the weights sum to 1."""
+        o = sums["shared"]
+        grouped = o.reshape(o.shape[0], self.config.groups, -1, *o.shape[2:])
+        if self.b_v is not None:
+            code = sums["code"].reshape(*grouped.shape[:-1], self.config.rank)
+            grouped = grouped + product("bkgtr,krc->bkgtc", code, self.b_v.weight())
+        if self.bias_v is not None:
+            grouped = grouped + self.bias_v.get_value()[None, :, None, None]
+        return self.ungroup(grouped)

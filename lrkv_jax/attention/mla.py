@@ -1,0 +1,136 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one joint latent for keys and values, one rotary key.
+
+    c = norm(x W_down)                      [L], cached
+    k_rot = rope(x W_rotary)                [P], cached, shared by all heads
+    k_h = [c W_up,K,h ; k_rot]              [C + P]
+    v_h = c W_up,V,h                        [C]
+
+No query compression. Decoding absorbs W_up,K into the query and W_up,V into the output, so the latent is read as it
+lies: L + P values a token, and with QK-norm one float32 scale a head. The latent's RMSNorm has no gain: a gain would be
+a diagonal factor of W_up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from lrkv_jax.attention.base import AttentionBase, AttentionConfig, check_rotary, product, require
+from lrkv_jax.layers import Projection, add_bias, constant, rms_norm, rms_scale, rope
+
+
+class Config(AttentionConfig):
+    """Multi-head latent attention."""
+
+    family: Literal["mla"] = "mla"
+    """The attention family."""
+    latent: int = 32
+    """L, dimensions of the cached latent."""
+    rotary_dim: int | None = None
+    """P, dimensions of the rotary key shared by all heads; None = head_dim / 2."""
+
+    def model_post_init(self, context: Any) -> None:
+        """Adds the checks of latent and rotary dimensions."""
+        super().model_post_init(context)
+        require(self.latent >= 1, f"latent = {self.latent}: must be at least 1")
+        default = " (the default, head_dim / 2)" if self.rotary_dim is None else ""
+        require(self.rotary % 2 == 0, f"rotary_dim = {self.rotary}{default}: must be even")
+        check_rotary(self.rotary, self.head_dim)
+
+    @property
+    def rotary(self) -> int:
+        """P with its default filled in."""
+        return self.head_dim // 2 if self.rotary_dim is None else self.rotary_dim
+
+
+class Attention(AttentionBase):
+    """Scores are scaled by 1/sqrt(C + P); QK-norm norms the composed [nope; rotary] query and key of each head."""
+
+    config: Config
+
+    def __init__(self, config: Config, *, width: int, eps: float, dtype: Any, rngs: nnx.Rngs, out_std: float = 1.0):
+        super().__init__(config, width=width, eps=eps, out_std=out_std, dtype=dtype, rngs=rngs)
+        heads, head_dim, latent, rotary = config.heads, config.head_dim, config.latent, config.rotary
+        self.scale = 1 / math.sqrt(head_dim + rotary)
+
+        def up() -> Projection:
+            shape, axes = (latent, heads, head_dim), ("latent", "heads", "head_dim")
+            return Projection("btl,lhc->bthc", shape, axes, rngs=rngs, dtype=dtype)
+
+        def down(size: int, name: str) -> Projection:
+            return Projection("btd,dl->btl", (width, size), ("embed", name), rngs=rngs, dtype=dtype)
+
+        def bias(size: int) -> nnx.Param | None:
+            return constant(0.0, (heads, size), ("heads", "head_dim")) if config.qkv_bias else None
+
+        self.w_q = Projection(
+            "btd,dhc->bthc", (width, heads, head_dim + rotary), ("embed", "heads", "head_dim"), rngs=rngs, dtype=dtype
+        )
+        self.w_down, self.w_rotary = down(latent, "latent"), down(rotary, "rotary") if rotary else None
+        self.w_up_k, self.w_up_v = up(), up()
+        self.bias_q, self.bias_k, self.bias_v = bias(head_dim + rotary), bias(head_dim), bias(head_dim)
+
+    def query(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H Q"]:
+        """Queries [nope; rotary], the second part rotated, both normed together."""
+        nope, rotary = jnp.split(add_bias(self.w_q(x), self.bias_q), (self.config.head_dim,), axis=-1)
+        q = jnp.concatenate([nope, rope(rotary, positions, self.config.rope_base)], axis=-1)
+        return rms_norm(q, self.eps) if self.config.qk_norm else q
+
+    def compress(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> dict[str, Array]:
+        """The normed latent [B, T, L], the rotated shared key [B, T, P], and with QK-norm a scale per head [B, T, H]."""
+        entry = {"latent": rms_norm(self.w_down(x), self.eps)}
+        if self.w_rotary is not None:
+            entry["k_rotary"] = rope(self.w_rotary(x), positions, self.config.rope_base)
+        if self.config.qk_norm:
+            entry["k_scale"] = rms_scale(self._compose(entry), self.eps)
+        return entry
+
+    def expand(self, entry: dict[str, Array], positions: Int[Array, "B S"]) -> tuple[Array, Array]:
+        """Keys [B, S, H, C+P] and values [B, S, H, C]."""
+        k = self._compose(entry)
+        # The same scale as the cached one; recomputed, so that training has no second use of the composed key.
+        k = rms_norm(k, self.eps) if self.config.qk_norm else k
+        return k, add_bias(self.w_up_v(entry["latent"]), self.bias_v)
+
+    def _compose(self, entry: dict[str, Array]) -> Float[Array, "B S H Q"]:
+        nope = add_bias(self.w_up_k(entry["latent"]), self.bias_k)
+        if "k_rotary" not in entry:
+            return nope
+        shared = jnp.broadcast_to(entry["k_rotary"][:, :, None], (*nope.shape[:3], self.config.rotary))
+        return jnp.concatenate([nope, shared], axis=-1)
+
+    def absorb(self, q: Float[Array, "B T H Q"]) -> dict[str, Array]:
+        """Moves W_up,K to the query side: q_h W_up,K,hᵀ [B, T, H, L]; a key bias gives one number per query."""
+        nope, rotary = jnp.split(q, (self.config.head_dim,), axis=-1)
+        absorbed = {"latent": product("bthc,lhc->bthl", nope, self.w_up_k.weight()), "rotary": rotary}
+        if self.bias_k is not None:
+            absorbed["bias"] = product("bthc,hc->bht", nope, self.bias_k.get_value())
+        return absorbed
+
+    def score(
+        self, q: dict[str, Array], entry: dict[str, Array], positions: Int[Array, "B S"]
+    ) -> Float[Array, "B H T S"]:
+        """q_latent · c + q_rotary · k_rotary, times the head's key scale."""
+        scores = product("bthl,bsl->bhts", q["latent"], entry["latent"])
+        if "k_rotary" in entry:
+            scores += product("bthp,bsp->bhts", q["rotary"], entry["k_rotary"])
+        if "bias" in q:
+            scores += q["bias"][..., None]
+        if "k_scale" in entry:
+            scores *= entry["k_scale"].transpose(0, 2, 1)[:, :, None]
+        return scores
+
+    def weigh(
+        self, weights: Float[Array, "B H T S"], entry: dict[str, Array], positions: Int[Array, "B S"]
+    ) -> Float[Array, "B H T L"]:
+        """Weighted sums of the latents themselves."""
+        return product("bhts,bsl->bhtl", weights, entry["latent"])
+
+    def release(self, sums: Float[Array, "B H T L"]) -> Float[Array, "B H T C"]:
+        """Expands the summed latent by W_up,V, once a query instead of once a token; the weights sum to 1 over the bias."""
+        o = product("bhtl,lhc->bhtc", sums, self.w_up_v.weight())
+        return o if self.bias_v is None else o + self.bias_v.get_value()[None, :, None]

@@ -1,0 +1,396 @@
+"""Checkpoints: Orbax saves and restores a pytree; this file decides which one to trust.
+
+    RUN_DIR/checkpoints/newest/<step>   the newest few, for resuming
+    RUN_DIR/checkpoints/best/<step>     the one with the lowest validation cross-entropy
+
+A step directory holds two Orbax items: `state`, the arrays, and `manifest`, our JSON with the shape, dtype and checksum
+of every array. The manifest is needed because tensorstore keeps no checksum of array data: a flipped byte there would
+be restored without a word. Orbax writes into a temporary directory and renames it when all is on disk, so a save that
+is cut, however brutally, leaves no step directory at all; what else disks and hands do to one, reading finds out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from pydantic import Field
+
+from lrkv_jax.settings import Settings, UserError
+
+logger = logging.getLogger(__name__)
+
+STATE, MANIFEST = "state", "manifest"
+MANIFEST_FILE = f"{MANIFEST}/metadata"  # where Orbax's JSON handler writes its item
+# Without any of these a step directory is no checkpoint; Orbax itself misses some of them only when it is too late.
+REQUIRED = (
+    "commit_success.txt",
+    "_CHECKPOINT_METADATA",
+    MANIFEST_FILE,
+    f"{STATE}/_METADATA",
+    f"{STATE}/manifest.ocdbt",
+)
+# What Orbax and tensorstore raise on files they did not write so. Not RuntimeError: that is the device's trouble.
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OSError)
+
+
+class CheckpointConfig(Settings):
+    """When to save, and how much to keep."""
+
+    every_steps: Annotated[int, Field(ge=1)] = 500
+    """Steps between saves."""
+    keep: Annotated[int, Field(ge=1)] = 2
+    """Newest checkpoints kept, beside the best. Two, so that a damaged newest costs one interval and not the run."""
+
+
+class Damaged(Exception):
+    """A step directory that holds no usable checkpoint; the text is the reason."""
+
+
+class Checkpointer:
+    """Saves and restores the checkpoints of one run.
+
+    State is a dict of pytrees of arrays. A template for restoring is the same with shape, dtype and sharding in the
+    arrays' places (jax.ShapeDtypeStruct; without a sharding, the first device); it need not have the devices or the
+    mesh that saved. Restored arrays belong to JAX and may be donated.
+    """
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig):
+        _quieten()
+        root = Path(os.path.abspath(run_dir)) / "checkpoints"  # Orbax refuses relative paths, and only while saving
+        self._newest = Shelf(root / "newest", config.keep)
+        self._best = Shelf(root / "best", 1)
+
+    def steps(self) -> list[int]:
+        """Steps of the newest checkpoints on disk, ascending; neither damaged ones nor a save still running."""
+        return self._newest.steps()
+
+    def best_step(self) -> int | None:
+        """Step of the best checkpoint on disk; None where there is none."""
+        return min(self._best.steps(), key=self._best.cross_entropy, default=None)
+
+    def best_ce(self) -> float:
+        """Validation cross-entropy (nats/token) of the best checkpoint on disk; infinity where there is none."""
+        return min(map(self._best.cross_entropy, self._best.steps()), default=math.inf)
+
+    def save(self, step: int, state: Any) -> None:
+        """Starts saving `state`; returns once it may be donated. A step that is already saved is left as it is.
+
+        Raises:
+            UserError: this save or the one before it failed, with the reason; or later steps are already saved.
+        """
+        self._newest.wait()
+        later = [other for other in self.steps() if other > step]
+        if later:
+            raise UserError(f"step {step} is not saved: {self._newest.directory} already holds step {later[-1]}")
+        self._newest.save(step, state)
+
+    def save_best(self, step: int, state: Any, ce: float) -> None:
+        """As `save`, if `ce` (validation nats/token) is below the best so far, which goes once this one is on disk."""
+        self._best.wait()
+        if ce < self.best_ce():
+            self._best.save(step, state, ce)
+
+    def restore(self, template: Any, which: int | str = "newest") -> tuple[Any, int] | None:
+        """The state and its step. `which` is a step, "newest" or "best".
+
+        "newest" walks from the newest checkpoint of either kind to older ones and passes over damaged ones with a
+        warning; None where the run has no checkpoint at all.
+
+        Raises:
+            UserError: every checkpoint is damaged, or the one asked for is missing or damaged; or the template differs
+                in names, shapes or dtypes, found out before anything is allocated.
+        """
+        if which == "newest":
+            return self._restore_newest(template)
+        return self._restore_named(template, which)
+
+    def restore_params(self, template: Any, which: int | str = "newest") -> tuple[Any, int]:
+        """The entry `params` of the state alone, and its step; as `restore`, but no checkpoint is an error too."""
+        restored = self.restore({"params": template}, which)
+        if restored is None:
+            raise UserError(f"{self._newest.directory.parent}: holds no checkpoint")
+        state, step = restored
+        return state["params"], step
+
+    def wait(self) -> None:
+        """Returns when every save is on disk. Raises UserError with the reason if one failed."""
+        self._newest.wait()
+        self._best.wait()
+
+    def close(self) -> None:
+        """As `wait`, and frees Orbax's threads. Saving again afterwards is allowed."""
+        self._newest.close()
+        self._best.close()
+
+    def _restore_newest(self, template: Any) -> tuple[Any, int] | None:
+        shelves = (self._newest, self._best)
+        for unfinished in (path for shelf in shelves for path in shelf.unfinished()):
+            logger.warning("checkpoint passed over, %s: its save was cut short", unfinished)
+        found = [(step, shelf) for shelf in shelves for step in shelf.listed()]
+        reasons = []
+        for step, shelf in sorted(found, key=lambda pair: pair[0], reverse=True):
+            try:
+                return shelf.read(step, template), step
+            except Damaged as damage:
+                reasons.append(f"{shelf.path(step)}: {damage}")
+                logger.warning("checkpoint passed over, %s", reasons[-1])
+        if reasons:
+            raise UserError(f"every checkpoint is damaged ({'; '.join(reasons)}); remove them to start afresh")
+        return None
+
+    def _restore_named(self, template: Any, which: int | str) -> tuple[Any, int]:
+        if which == "best":
+            places = [(self.best_step(), self._best)]
+        elif str(which).isdecimal():
+            places = [(int(which), self._newest), (int(which), self._best)]
+        else:
+            raise UserError(f"checkpoint {which!r}: should be a step, newest or best")
+        reasons = []
+        for step, shelf in places:
+            if step in shelf.listed():
+                try:
+                    return shelf.read(step, template), step
+                except Damaged as damage:
+                    reasons.append(f" ({shelf.path(step)}: {damage})")
+        there = f"{self._newest.directory.parent} has steps {self.steps()} and best {self.best_step()}"
+        raise UserError(f"checkpoint {which} is {'damaged' if reasons else 'missing'}{''.join(reasons)}; {there}")
+
+
+@dataclasses.dataclass
+class Shelf:
+    """One directory of step directories, of which the `keep` saved last are kept."""
+
+    directory: Path
+    keep: int
+    damaged: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Reason by step, of those that reading found damaged."""
+    manager: ocp.CheckpointManager | None = None
+    """Made at the first save: a reader must not write, and the manager lists damaged steps as good ones."""
+
+    def path(self, step: int) -> Path:
+        """Directory of a step."""
+        return self.directory / str(step)
+
+    def listed(self) -> list[int]:
+        """All steps that have a directory, good or not, ascending."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdecimal())
+
+    def unfinished(self) -> list[Path]:
+        """What Orbax leaves of a save that was killed: its temporary directory."""
+        return sorted(self.directory.glob("*.orbax-checkpoint-tmp*"))
+
+    def steps(self) -> list[int]:
+        """The steps not known or seen at a glance to be damaged, ascending."""
+        return [step for step in self.listed() if self.complaint(step) is None]
+
+    def complaint(self, step: int) -> str | None:
+        """Why a step is not usable, as far as can be told without reading its arrays; None if nothing is wrong."""
+        missing = next((name for name in REQUIRED if not (self.path(step) / name).is_file()), None)
+        return self.damaged.get(step) or (missing and f"{missing} is missing")
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """The manifest of a step. Raises Damaged."""
+        try:
+            manifest = json.loads((self.path(step) / MANIFEST_FILE).read_text())
+            return {
+                "ce": math.inf if manifest["ce"] is None else float(manifest["ce"]),
+                "arrays": dict(manifest["arrays"]),
+            }
+        except UNREADABLE as error:
+            raise Damaged(f"the manifest is unreadable ({_reason(error)})") from error
+
+    def cross_entropy(self, step: int) -> float:
+        """Validation cross-entropy a step was saved with, nats/token; infinity where it can't be read."""
+        try:
+            return self.manifest(step)["ce"]
+        except Damaged:
+            return math.inf
+
+    def read(self, step: int, template: Any) -> Any:
+        """The arrays of `template`, checked. Raises Damaged, or UserError where the template doesn't fit."""
+        try:
+            return self._read(step, template)
+        except Damaged as damage:
+            self.damaged[step] = str(damage)
+            raise
+
+    def _read(self, step: int, template: Any) -> Any:
+        if complaint := self.complaint(step):
+            raise Damaged(complaint)
+        stored = self.manifest(step)["arrays"]
+        prefixes = tuple(f"{key}." for key in template)
+        stored = {name: entry for name, entry in stored.items() if name in template or name.startswith(prefixes)}
+        _compare(template, stored, self.path(step))
+        template = jax.tree.map(_placed, template)
+        arguments = ocp.args.PyTreeRestore(
+            template, restore_args=ocp.checkpoint_utils.construct_restore_args(template), partial_restore=True
+        )
+        try:
+            with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+                state = reader.restore(self.path(step), args=ocp.args.Composite(**{STATE: arguments}))[STATE]
+        except UNREADABLE as error:
+            raise Damaged(_reason(error)) from error
+        for name, entry in describe(state).items():
+            if entry["checksum"] != stored[name]["checksum"]:
+                raise Damaged(f"the data of {_short(name)} do not match their checksum")
+        return state
+
+    def save(self, step: int, state: Any, ce: float | None = None) -> None:
+        """Starts saving, after any earlier save has ended. Raises UserError with the reason of a failure."""
+        self.wait()
+        if step in self.steps():
+            return
+        manifest = {"ce": ce, "arrays": describe(state)}
+        items = {STATE: ocp.args.PyTreeSave(state), MANIFEST: ocp.args.JsonSave(manifest)}
+        try:
+            # force: Orbax would otherwise decline, in silence, a step below the highest.
+            self._writer().save(step, args=ocp.args.Composite(**items), force=True)
+        except Exception as error:  # whatever Orbax raises, the save has failed
+            self._fail(error)
+
+    def wait(self) -> None:
+        """Returns when the running save is on disk. Raises UserError with the reason if it failed."""
+        try:
+            if self.manager is not None:
+                self.manager.wait_until_finished()
+        except Exception as error:  # raised in Orbax's thread, of any type
+            self._fail(error)
+
+    def close(self) -> None:
+        """As `wait`, and frees Orbax's threads."""
+        self.wait()
+        if self.manager is not None:
+            self.manager.close()
+            self.manager = None
+
+    def _fail(self, error: Exception) -> None:
+        self.manager = None  # it would report the same failure for ever
+        raise UserError(f"a checkpoint could not be saved in {self.directory}: {_reason(error)}") from error
+
+    def _writer(self) -> ocp.CheckpointManager:
+        """The manager, made once damaged steps are out of its sight: it would count, keep and never replace them."""
+        bad = {step: reason for step in self.listed() if (reason := self.complaint(step))}
+        if bad:
+            self.close()
+        for step, reason in bad.items():
+            self._set_aside(step, reason)
+        self.damaged.clear()
+        if self.manager is None:
+            options = ocp.CheckpointManagerOptions(
+                preservation_policy=ocp.checkpoint_managers.LatestN(self.keep), cleanup_tmp_directories=True
+            )
+            self.manager = ocp.CheckpointManager(self.directory, options=options)
+        return self.manager
+
+    def _set_aside(self, step: int, reason: str) -> None:
+        """Renames a damaged step, for it may be readable after all with better tools or a better network disk."""
+        if jax.process_index() == 0:
+            aside = self.path(step).with_suffix(".damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            self.path(step).rename(aside)
+            logger.warning("damaged checkpoint renamed to %s (%s)", aside, reason)
+
+
+def describe(state: Any) -> dict[str, dict[str, Any]]:
+    """Shape, dtype and checksum of every array, by its dotted name; small and the same on any number of devices."""
+    checksums = jax.device_get(_checksums(jax.tree.leaves(state)))
+    return {
+        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(checksum)}
+        for (name, leaf), checksum in zip(_named(state).items(), checksums, strict=True)
+    }
+
+
+@jax.jit
+def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [_checksum(leaf) for leaf in leaves]
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    """Sum over words of mix(bits ^ spread position), modulo 2^32; a uint32 scalar.
+
+    A sum of integers does not depend on the order, so neither on how the array is sharded. Mixing is a bijection, so a
+    change of one word always shows; the position keeps equal words from cancelling and exchanged ones from passing.
+    """
+    if x.dtype != jnp.bool_:
+        x = jax.lax.bitcast_convert_type(x, f"uint{min(32, 8 * x.dtype.itemsize)}")
+    position, stride = jnp.zeros(x.shape, jnp.uint32), 1
+    for dim in reversed(range(x.ndim)):
+        position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) * jnp.uint32(stride % 2**32)
+        stride *= x.shape[dim]
+    word = x.astype(jnp.uint32) ^ (position * jnp.uint32(0x9E3779B1))
+    for shift in (16, 15):
+        word = (word ^ (word >> shift)) * jnp.uint32(0x85EBCA6B)
+    return jnp.sum(word ^ (word >> 16), dtype=jnp.uint32)
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """Leaves by dotted path."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(".value")  # the Param around the array
+
+
+def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _compare(template: Any, stored: dict[str, dict[str, Any]], path: Path) -> None:
+    """Raises UserError that lists every array in which the template and the checkpoint differ."""
+    wanted = _named(template)
+    faults = [f"{_short(name)} is not in the checkpoint" for name in wanted if name not in stored]
+    faults += [f"{_short(name)} is in the checkpoint only" for name in stored if name not in wanted]
+    for name in wanted.keys() & stored.keys():
+        here = f"{wanted[name].dtype}{list(wanted[name].shape)}"
+        there = f"{stored[name]['dtype']}{stored[name]['shape']}"
+        if here != there:
+            faults.append(f"{_short(name)} is {there} in the checkpoint, {here} in this configuration")
+    if faults:
+        raise UserError(f"{path} does not fit: {'; '.join(sorted(faults))}")
+
+
+def _reason(error: BaseException) -> str:
+    """One short line out of an error of Orbax or tensorstore, which may run to pages."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = str(error)
+    if found := re.search(r"OS error \d+: ([^\[\]\n]+)", text):
+        return found[1].strip()
+    codes = {"OUT_OF_RANGE": "a file is truncated", "DATA_LOSS": "a file is corrupt", "NOT_FOUND": "a file is missing"}
+    return codes.get(text.split(":")[0]) or f"{type(error).__name__}: {(text.splitlines() or [''])[0][:160]}"
+
+
+@functools.cache
+def _quieten() -> None:
+    """Drops what Orbax logs, and what tensorstore's threads print when a read fails.
+
+    Nothing is lost: a failure reaches the caller as an exception, here or in `wait`. The threads' "Event loop is
+    closed" comes of Orbax leaving its loop at the first array that fails, while others are being read.
+    """
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in Path(record.pathname).parts)
+    hook = sys.unraisablehook
+
+    def quiet(unraisable: Any) -> None:
+        if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+            hook(unraisable)
+
+    sys.unraisablehook = quiet

@@ -1,0 +1,164 @@
+"""RunConfig: everything that decides a run, composed of the configs that live beside the code they configure.
+
+Also how the command line makes one: a config file's entry, overridden by flags, validated as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import functools
+import io
+import json
+import operator
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import pydantic
+import tyro
+
+from lrkv_jax.attention import families
+from lrkv_jax.checkpoint import CheckpointConfig
+from lrkv_jax.data import DataConfig
+from lrkv_jax.optimizer import OptimizerConfig
+from lrkv_jax.settings import Settings, UserError, describe
+from lrkv_jax.sharding import MeshConfig
+from lrkv_jax.step import TrainConfig
+from lrkv_jax.transformer import ModelConfig
+
+DEFAULT_CONFIG = "configs/tiny.py"
+
+_CONFIGS = tuple(module.Config for module in families().values())
+AttentionField = Annotated[functools.reduce(operator.or_, _CONFIGS), pydantic.Field(discriminator="family")]
+
+# What may change when a run is resumed: where it runs and what it keeps, never what it computes.
+FREE_ON_RESUME = ("mesh", "checkpoint")
+
+# The family is chosen by --config FILE:KEY; its fields are plain flags, not a subcommand.
+_TYRO = (tyro.conf.AvoidSubcommands,)
+
+
+class RunConfig(Settings):
+    """A run. `config.json` in the run directory is this, resolved."""
+
+    family: str = "lrkv"
+    """Name of the entry in the config file (lrkv, mha, gqa, ...); a label for tables and figures."""
+    model: ModelConfig = ModelConfig()
+    """The Transformer around the attention."""
+    attention: AttentionField = families()["lrkv"].Config()
+    """The attention family's own knobs."""
+    data: DataConfig = DataConfig()
+    """Corpus, tokenizer, context length."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and schedule."""
+    train: TrainConfig = TrainConfig()
+    """Length, batch, evaluation."""
+    mesh: MeshConfig = MeshConfig()
+    """Devices."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is saved and when."""
+
+    def model_post_init(self, _: Any) -> None:
+        """Checks across sections."""
+        if self.data.context % self.train.loss_chunks:
+            raise ValueError(
+                f"train.loss_chunks = {self.train.loss_chunks}: must divide data.context = {self.data.context}"
+            )
+
+    @classmethod
+    def load(cls, run_dir: Path) -> RunConfig:
+        """The resolved config of a run directory. Raises UserError where there is none, or it is not ours."""
+        path = run_dir / "config.json"
+        try:
+            return cls.model_validate_json(path.read_text())
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"{run_dir} is no run directory: {path} is missing") from None
+        except pydantic.ValidationError as error:
+            raise UserError(f"{path}: {describe(error)}") from None
+
+    def save(self, run_dir: Path) -> None:
+        """Writes config.json."""
+        (run_dir / "config.json").write_text(self.model_dump_json(indent=2) + "\n")
+
+    def check_resume(self, saved: RunConfig, run_dir: Path) -> None:
+        """Raises UserError naming the fields that differ from the run's own and may not."""
+        ours, theirs = (flatten(json.loads(config.model_dump_json(exclude=set(FREE_ON_RESUME)))) for config in (self, saved))
+        fields = [key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)]
+        if fields:
+            listed = ", ".join(f"{key} = {ours.get(key)} (the run has {theirs.get(key)})" for key in sorted(fields))
+            raise UserError(f"{run_dir} is a run of another config: {listed}. Use another --run-dir, or the same values")
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, keys joined by dots."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {key: value for name, sub in tree.items() for key, value in flatten(sub, f"{prefix}.{name}".strip(".")).items()}
+
+
+class Command(NamedTuple):
+    """A parsed command line."""
+
+    config: RunConfig
+    run_dir: Path
+    dry_run: bool
+
+
+def load_configs(reference: str) -> tuple[str, RunConfig]:
+    """(name, config) of `FILE` or `FILE:key`; the file's first key is its default."""
+    file, _, key = reference.partition(":")
+    if not Path(file).is_file():
+        raise UserError(f"--config {reference}: no file {file}")
+    try:
+        configs = runpy.run_path(file).get("configs")
+    except pydantic.ValidationError as error:
+        raise UserError(f"--config {file}: {describe(error)}") from None
+    if not isinstance(configs, dict) or not configs:
+        raise UserError(f"--config {file}: defines no `configs: dict[str, RunConfig]`")
+    key = key or next(iter(configs))
+    if key not in configs:
+        raise UserError(f"--config {reference}: {file} has {', '.join(configs)}, not {key!r}")
+    return f"{Path(file).stem}-{key}", configs[key].model_copy(update={"family": key})
+
+
+def parse_command(prog: str, doc: str, args: list[str] | None = None) -> Command:
+    """Reads `--config FILE[:key] --run-dir DIR --dry-run` and every field as `--section.field VALUE`.
+
+    Raises UserError, one line, for an unknown flag, a wrong type or a refused value.
+    """
+    args = sys.argv[1:] if args is None else args
+    first = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--config", default=DEFAULT_CONFIG, metavar="FILE[:KEY]", help="config file, and its entry")
+    first.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<file>-<key>")
+    first.add_argument("--dry-run", action="store_true", help="print parameters, cache and FLOPs; allocate nothing")
+    try:
+        options, rest = first.parse_known_args(args)
+    except argparse.ArgumentError as error:
+        raise UserError(str(error)) from None
+    name, default = load_configs(options.config)
+    config = parse_fields(prog, f"{doc}\n\n{first.format_help()}", default, rest)
+    return Command(config, options.run_dir or Path("runs") / name, options.dry_run)
+
+
+def parse_fields(prog: str, doc: str, default: RunConfig, args: list[str]) -> RunConfig:
+    """Overrides a config's fields by flags, through tyro; its boxed complaints are folded into one line."""
+    known = {"--" + key.replace("_", "-") for key in flatten(default.model_dump())}
+    for arg in args:
+        flag = arg.split("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag not in known | {"--help"} and flag.replace(".no-", ".") not in known:
+            near = difflib.get_close_matches(flag, known, n=3, cutoff=0.5)
+            raise UserError(f"{flag}: no such flag" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    if "--help" in args or "-h" in args:
+        return tyro.cli(RunConfig, prog=prog, description=doc, default=default, args=args, config=_TYRO)
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(complaint):
+            return tyro.cli(RunConfig, prog=prog, description=doc, default=default, args=args, config=_TYRO)
+    except SystemExit:
+        text = re.sub(r"[│╭╮╰╯─╷╵]+", " ", re.sub(r"\x1b\[[0-9;]*m", "", complaint.getvalue()))
+        text = re.sub(r"\s+", " ", text.split("For full helptext")[0]).strip()
+        raise UserError(text) from None

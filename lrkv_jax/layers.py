@@ -1,0 +1,158 @@
+"""The parts every model shares: parameters with their labels, the projection, RMSNorm, rotary embedding, the MLP."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from lrkv_jax import sharding
+
+Role = Literal["embed", "unembed", "matrix", "vector"]
+
+
+def parameter(shape: tuple[int, ...], axes: tuple[str, ...], std: float, role: Role, rngs: nnx.Rngs, **labels) -> nnx.Param:
+    """A float32 parameter, normal with the given std, labelled with its logical axes and its role for the optimizer."""
+    if len(shape) != len(axes):
+        raise ValueError(f"shape {shape} and axes {axes} differ in length")
+    value = jax.random.normal(rngs.params(), shape, jnp.float32) * std
+    return nnx.Param(value, axes=axes, role=role, **labels)
+
+
+def constant(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    """A gain or a bias: a float32 vector that starts at a constant and is never decayed."""
+    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes, role="vector")
+
+
+def add_bias(x: Float[Array, "B T H C"], bias: nnx.Param | None) -> Float[Array, "B T H C"]:
+    """x + bias [H, C], in x's dtype; no bias, no sum."""
+    return x if bias is None else x + bias.get_value().astype(x.dtype)[None, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def project(equation: str, x: Array, w: Array) -> Array:
+    """einsum(equation, x, w) whose gradients are einsums over the same letters.
+
+    XLA's CPU backend runs them three times as fast in bfloat16 as the transposed products that autodiff writes; on
+    other backends they are the same operations.
+    """
+    return jnp.einsum(equation, x, w)
+
+
+def _project_forward(equation: str, x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    return project(equation, x, w), (x, w)
+
+
+def _project_backward(equation: str, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = saved
+    operands, out = equation.split("->")
+    left, right = operands.split(",")
+    return jnp.einsum(f"{out},{right}->{left}", dy, w), jnp.einsum(f"{left},{out}->{right}", x, dy)
+
+
+project.defvjp(_project_forward, _project_backward)
+
+
+class Projection(nnx.Module):
+    """A linear map declared in one breath: einsum equation, weight shape, logical axes, initial std.
+
+    The equation also tells Muon what is a matrix: letters shared with the input alone are reduced, letters of the
+    output alone are produced, and letters of both (heads in LRKV's B) count separate matrices.
+    """
+
+    def __init__(
+        self,
+        equation: str,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        *,
+        rngs: nnx.Rngs,
+        dtype: Any,
+        std: float | None = None,
+    ):
+        operands, out = equation.split("->")
+        left, right = operands.split(",")
+        reduce = tuple(i for i, letter in enumerate(right) if letter in left and letter not in out)
+        output = tuple(i for i, letter in enumerate(right) if letter in out and letter not in left)
+        std = 1 / math.sqrt(math.prod(shape[i] for i in reduce)) if std is None else std
+        self.equation, self.dtype = equation, dtype
+        self.w = parameter(shape, axes, std, "matrix", rngs, reduce=reduce, output=output)
+
+    def __call__(self, x: Array) -> Array:
+        """Applies the map in the compute dtype."""
+        return project(self.equation, x, self.weight())
+
+    def weight(self) -> Array:
+        """The weight in the compute dtype, for callers that absorb it instead of applying it."""
+        return self.w.get_value().astype(self.dtype)
+
+
+def rms_scale(x: Float[Array, "*s C"], eps: float) -> Float[Array, "*s"]:
+    """rsqrt(mean(x²) + eps) over the last dimension, in float32: RMSNorm's scalar."""
+    x = x.astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + eps)
+
+
+def rms_norm(x: Float[Array, "*s C"], eps: float) -> Float[Array, "*s C"]:
+    """RMSNorm without gain, computed in float32, returned in x's dtype."""
+    return (x.astype(jnp.float32) * rms_scale(x, eps)[..., None]).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """RMSNorm over the model width, with a learned gain if asked for (the paper's recipe has none)."""
+
+    def __init__(self, width: int, eps: float, gain: bool):
+        self.eps = eps
+        self.gain = constant(1.0, (width,), ("embed",)) if gain else None
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Norms each position."""
+        y = rms_norm(x, self.eps)
+        return y if self.gain is None else y * self.gain.get_value().astype(x.dtype)
+
+
+def rope_angles(positions: Int[Array, "B T"], dim: int, base: float) -> tuple[Float[Array, "B T M"], Float[Array, "B T M"]]:
+    """cos and sin of position · base^(−2m/dim), m < dim/2, in float32 whatever the compute dtype."""
+    frequencies = jnp.asarray(base, jnp.float32) ** (-jnp.arange(dim // 2, dtype=jnp.float32) * (2.0 / dim))
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rope(x: Float[Array, "B T *h C"], positions: Int[Array, "B T"], base: float, dim: int | None = None) -> Array:
+    """Rotary embedding (RoFormer, arXiv 2104.09864) of the first `dim` of C dimensions, half-split layout, in float32."""
+    dim = x.shape[-1] if dim is None else dim
+    if dim == 0:
+        return x
+    cos, sin = rope_angles(positions, dim, base)
+    middle = (1,) * (x.ndim - 3)
+    cos, sin = (t.reshape(*t.shape[:2], *middle, t.shape[-1]) for t in (cos, sin))
+    a, b, rest = jnp.split(x.astype(jnp.float32), (dim // 2, dim), axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """The feed-forward part: relu(x W)² W' (arXiv 2109.08668), or SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, width: int, mlp_width: int, kind: str, out_std: float, *, rngs: nnx.Rngs, dtype: Any):
+        up = functools.partial(
+            Projection, "btd,df->btf", (width, mlp_width), ("embed", "mlp"), rngs=rngs, dtype=dtype
+        )
+        self.w_up = up()
+        self.w_gate = up() if kind == "swiglu" else None
+        self.w_down = Projection(
+            "btf,fd->btd", (mlp_width, width), ("mlp", "embed"), std=out_std / math.sqrt(mlp_width), rngs=rngs, dtype=dtype
+        )
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """[B, T, D] -> [B, T, D], hidden width F."""
+        hidden = sharding.constrain(self.w_up(x), "batch", "length", "mlp")
+        if self.w_gate is None:
+            hidden = jnp.square(jax.nn.relu(hidden))
+        else:
+            hidden = hidden * jax.nn.silu(self.w_gate(x))
+        return self.w_down(hidden)

@@ -1,0 +1,56 @@
+"""The last word on a run: the whole test split scored, eval.json written, the table printed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import Mesh
+
+from lrkv_jax import accounting
+from lrkv_jax.config import RunConfig
+from lrkv_jax.data import Store, ngram_cross_entropy
+from lrkv_jax.evaluate import evaluate, make_eval_step
+from lrkv_jax.step import Program
+
+
+def score(config: RunConfig, program: Program, params: Any, step: int, store: Store, mesh: Mesh, split: str) -> dict:
+    """Every field of eval.json for a split, its parameters being those after `step` steps."""
+    eval_step = make_eval_step(program, mesh)
+    windows = store.windows(split)
+    found = evaluate(eval_step, params, windows, config.train.batch_size, mesh, progress=f"score {split}")
+    unigram, bigram = ngram_cross_entropy(store, split)
+    costs = accounting.accounts(config)
+    tokens = step * config.train.batch_size * config.data.context
+    return {
+        "family": config.family,
+        "split": split,
+        "step": step,
+        **found.summary(),
+        "unigram_ce": unigram,
+        "bigram_ce": bigram,
+        "parameters": costs.parameters,
+        "cache_values_per_token_per_layer": costs.cache_values_per_token_per_layer,
+        "cache_bytes_per_token": costs.cache_bytes_per_token,
+        "cache_percent_of_mha": costs.cache_percent_of_mha,
+        "train_tokens": tokens,
+        "train_flops": tokens * costs.train_flops_per_token,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as a person reads it."""
+    split = result["split"]
+    rows = {
+        "model": f"{result['family']}, step {result['step']:,}",
+        f"{split} CE": f"{result['ce']:.4f} ± {result['ce_stderr']:.4f} nats/token (standard error over documents)",
+        "perplexity": f"{result['perplexity']:.2f}",
+        "bits per byte": f"{result['bits_per_byte']:.4f}",
+        "unigram CE": f"{result['unigram_ce']:.4f}",
+        "bigram CE": f"{result['bigram_ce']:.4f} (interpolated)",
+        "scored": f"{result['tokens']:,} tokens, {result['bytes']:,} bytes, {result['documents']:,} documents",
+        "parameters": f"{result['parameters']:,}",
+        "KV cache": f"{result['cache_bytes_per_token']:,} bytes/token, {result['cache_percent_of_mha']:.1f} % of MHA",
+        "trained on": f"{result['train_tokens']:,} tokens, {result['train_flops']:.3g} FLOPs",
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

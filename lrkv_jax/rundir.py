@@ -1,0 +1,86 @@
+"""A run directory: what is in it, and when it may be used again.
+
+config.json, tokenizer.json and corpus.json are written once, when the run starts, and everything later starts from
+them; metrics.jsonl and tensorboard/ grow; checkpoints/ holds the newest and the best; eval.json, loss.png at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lrkv_jax.config import RunConfig
+from lrkv_jax.data import Store, open_store
+from lrkv_jax.settings import UserError
+
+
+def enter(run_dir: Path, config: RunConfig) -> Store:
+    """Opens a run directory for training: a new one is made, a known one must be of the same config and corpus.
+
+    Raises UserError where it is of another config or corpus, holds something else, or can't be written.
+    """
+    if (run_dir / "config.json").exists():
+        config.check_resume(RunConfig.load(run_dir), run_dir)
+        check_writable(run_dir)
+        return open_corpus(run_dir, config)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir}: {error.strerror}") from None
+    if any(run_dir.iterdir()):
+        raise UserError(f"--run-dir {run_dir}: not empty, and no run directory (config.json is missing)")
+    check_writable(run_dir)
+    store = open_store(config.data, config.model.vocab)
+    store.tokenizer.save(run_dir / "tokenizer.json")
+    write_json(run_dir / "corpus.json", {"fingerprint": store.fingerprint, **counts(store)})
+    config.save(run_dir)  # last: its presence says that the other two are whole
+    return store
+
+
+def open_corpus(run_dir: Path, config: RunConfig) -> Store:
+    """The run's own corpus, made again where the cache has lost it. Raises UserError where it has changed since."""
+    store = open_store(config.data, config.model.vocab, tokenizer=run_dir / "tokenizer.json")
+    saved = read_json(run_dir / "corpus.json")["fingerprint"]
+    if store.fingerprint != saved:
+        raise UserError(
+            f"data.dataset = {config.data.dataset}: the corpus here (fingerprint {store.fingerprint}) is not the one "
+            f"that {run_dir} was made with ({saved}); its numbers would not compare"
+        )
+    return store
+
+
+def counts(store: Store) -> dict[str, Any]:
+    """Documents, tokens and bytes of each split."""
+    return {split: store.counts(split)._asdict() for split in ("train", "validation", "test")}
+
+
+def check_writable(run_dir: Path) -> None:
+    """Raises UserError where the directory can't be written, before any work is done."""
+    probe = run_dir / ".write-probe"
+    try:
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir}: cannot be written ({error.strerror})") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON so that a reader sees the old file or the new one, never half of it."""
+    scratch = path.with_name(path.name + ".tmp")
+    try:
+        scratch.write_text(json.dumps(value, indent=2) + "\n")
+        os.replace(scratch, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def read_json(path: Path) -> Any:
+    """Reads JSON. Raises UserError where the file is missing or is none."""
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not JSON ({error})") from None

@@ -1,0 +1,177 @@
+"""The training step and the evaluation step: pure functions of state and batch. No input or output, no logging."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from lrkv_jax import loss, sharding
+from lrkv_jax.optimizer import OptimizerConfig, make_optimizer
+from lrkv_jax.settings import Settings
+from lrkv_jax.transformer import ModelConfig, Transformer
+
+TrainState = dict[str, Any]  # {"params": nnx.State, "opt": optax state, "step": int32}
+
+
+class TrainConfig(Settings):
+    """How long and in what portions to train."""
+
+    steps: int = 512
+    """Optimizer steps in all."""
+    batch_size: int = 16
+    """Sequences a step, over all devices and microbatches."""
+    microbatches: int = 1
+    """Portions of the batch whose gradients are summed before the update (gradient accumulation)."""
+    seed: int = 0
+    """Seed of the initial parameters and of the order of the data."""
+    z_loss: float = 0.0
+    """Weight of logsumexp² in the objective, which keeps the softmax's normaliser near 1."""
+    loss_chunks: int = 4
+    """Portions of the sequence whose logits exist at a time; must divide the context."""
+    eval_every: int = 128
+    """Steps between evaluations on the validation split."""
+    eval_windows: int = 128
+    """Windows of the validation split scored at each of them; the final test evaluation takes the whole split."""
+
+    def model_post_init(self, _: Any) -> None:
+        """Refuses portions that don't fit."""
+        for name in ("steps", "batch_size", "microbatches", "loss_chunks", "eval_every", "eval_windows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.batch_size % self.microbatches:
+            raise ValueError(f"microbatches = {self.microbatches}: must divide batch_size = {self.batch_size}")
+        if self.z_loss < 0:
+            raise ValueError(f"z_loss = {self.z_loss}: must be 0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """What the step must know of the token stream."""
+
+    begin: int
+    """Id of the token that begins a document; it may be the end token."""
+    end: int
+    """Id of the token that ends a document."""
+    mask_documents: bool
+    """Whether attention stays within documents and positions restart at each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A run's mathematics: the model's graph, the optimizer, and the functions of one step."""
+
+    model: ModelConfig
+    train: TrainConfig
+    tokens: Tokens
+    graph: nnx.GraphDef
+    optimizer: optax.GradientTransformation
+    attention: Any
+
+    def init_state(self, key: Array) -> TrainState:
+        """Fresh parameters and optimizer state; under jit with shardings no device holds more than its part."""
+        params = nnx.state(Transformer(self.model, self.attention, nnx.Rngs(params=key)))
+        return {"params": params, "opt": self.optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+
+    def abstract_state(self, mesh: Mesh) -> TrainState:
+        """Shapes, dtypes and shardings of the state."""
+        return sharding.with_shardings(jax.eval_shape(self.init_state, jax.random.key(0)), mesh)
+
+    def sums(self, params: nnx.State, tokens: Int[Array, "B T1"]) -> tuple[Array, tuple[Array, Array]]:
+        """The objective's sum over a batch's tokens, and beside it the sum of nats and the count of scored tokens."""
+        model = nnx.merge(self.graph, params)
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        positions, segment_ids = self.places(inputs)
+        hidden = model.hidden(inputs, positions, segment_ids)
+        # Where begin and end differ, begin only marks a start: what precedes it can't foretell it.
+        scored = (labels != self.tokens.begin) | (self.tokens.begin == self.tokens.end)
+        weights = scored.astype(jnp.float32)
+        nats, objective = loss.sum_nats(
+            hidden,
+            model.unembedding(),
+            labels,
+            weights,
+            self.model.logit_softcap,
+            self.train.loss_chunks,
+            self.train.z_loss,
+        )
+        return objective, (nats, jnp.sum(weights))
+
+    def places(self, inputs: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B T"] | None]:
+        """Positions and document numbers: plain 0..T−1 and None, or restarting at every begin token."""
+        positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :], inputs.shape)
+        if not self.tokens.mask_documents:
+            return positions, None
+        begins = inputs == self.tokens.begin
+        starts = jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
+        return positions - starts, jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+
+    def gradient(self, params: nnx.State, tokens: Int[Array, "B T1"]) -> tuple[nnx.State, Array, Array]:
+        """Gradient of the mean objective over the batch's tokens, sum of nats, count.
+
+        Microbatches add sums, and the division comes once at the end: equal to the whole batch's gradient even where
+        they hold unequal counts of scored tokens.
+        """
+        grad = jax.value_and_grad(self.sums, has_aux=True)
+        parts = self.train.microbatches
+        if parts == 1:
+            (_, (nats, count)), grads = grad(params, tokens)
+        else:
+            # Row i goes to microbatch i mod parts, so that each device's rows stay on it.
+            split = tokens.reshape(-1, parts, tokens.shape[1]).swapaxes(0, 1)
+
+            def add(carry, part):
+                (_, aux), new = grad(params, sharding.constrain(part, "batch", None))
+                return jax.tree.map(jnp.add, carry, (new, aux)), None
+
+            zero = jnp.zeros((), jnp.float32)
+            start = (jax.tree.map(jnp.zeros_like, params), (zero, zero))
+            (grads, (nats, count)), _ = jax.lax.scan(add, start, split)
+        return jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads), nats, count
+
+    def train_step(self, state: TrainState, tokens: Int[Array, "B T1"]) -> tuple[TrainState, dict[str, Array]]:
+        """One optimizer step. Metrics: loss (nats/token) and global gradient norm before clipping."""
+        grads, nats, count = self.gradient(state["params"], tokens)
+        updates, opt = self.optimizer.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        metrics = {"loss": nats / jnp.maximum(count, 1), "grad_norm": optax.global_norm(grads)}
+        return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
+
+    def eval_step(
+        self, params: nnx.State, inputs: Int[Array, "B T"], labels: Int[Array, "B T"]
+    ) -> Float[Array, "B T"]:
+        """Nats of each label, for rows that hold one document each."""
+        model = nnx.merge(self.graph, params)
+        positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :], inputs.shape)
+        hidden = model.hidden(inputs, positions)
+        return loss.token_nats(
+            hidden, model.unembedding(), labels, softcap=self.model.logit_softcap, chunks=self.train.loss_chunks
+        )
+
+
+def make_program(
+    model: ModelConfig, attention: Any, train: TrainConfig, optimizer: OptimizerConfig, tokens: Tokens
+) -> Program:
+    """The program of a run, from its configs; nothing is allocated."""
+    abstract = nnx.eval_shape(lambda: Transformer(model, attention, nnx.Rngs(params=0)))
+    graph, params = nnx.split(abstract)
+    return Program(model, train, tokens, graph, make_optimizer(optimizer, train.steps, params), attention)
+
+
+def compile_train_step(program: Program, mesh: Mesh) -> tuple[TrainState, Any]:
+    """The abstract sharded state, and the jitted step that donates it."""
+    abstract = program.abstract_state(mesh)
+    placed = sharding.shardings(abstract)
+    step = jax.jit(
+        program.train_step,
+        donate_argnums=0,
+        in_shardings=(placed, sharding.batch_sharding(mesh)),
+        out_shardings=(placed, None),
+    )
+    return abstract, step

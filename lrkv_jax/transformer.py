@@ -1,0 +1,163 @@
+"""The decoder-only Transformer around any attention family; it never names one.
+
+Defaults are the paper's recipe as far as it is told (lrkv.md section 5; it matches the public nanochat recipe of late
+2025): gain-free RMSNorm, a norm after the embedding, relu² MLP of 4·D, untied embeddings, logits soft-capped at 15.
+Layers are stored stacked, [N, ...] a parameter, whether they run scanned or unrolled: checkpoints are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from lrkv_jax import attention, sharding
+from lrkv_jax.layers import MLP, RMSNorm, parameter
+from lrkv_jax.settings import Settings
+
+REMAT = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class ModelConfig(Settings):
+    """The model around the attention."""
+
+    layers: int = 4
+    """N, number of blocks."""
+    width: int = 192
+    """D, dimensions of the residual stream."""
+    mlp_width: int | None = None
+    """F, hidden dimensions of the MLP; None = 4·D."""
+    vocab: int = 4096
+    """V, rows of the embedding; a tokenizer may have fewer tokens (padding rows), never more."""
+    mlp: Literal["relu2", "swiglu"] = "relu2"
+    """Kind of MLP: relu² (the paper's recipe) or SwiGLU (Llama, Qwen)."""
+    norm_gain: bool = False
+    """Learned gains in the block and final norms (Llama, Qwen)."""
+    norm_eps: float = 1e-6
+    """Epsilon inside the root of every RMSNorm, QK-norm included."""
+    embed_norm: bool = True
+    """RMSNorm after the embedding."""
+    tie_embeddings: bool = False
+    """Whether the unembedding is the embedding's transpose."""
+    logit_softcap: float | None = 15.0
+    """Logits are cap·tanh(logits / cap); None = no cap."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; parameters and optimizer state are float32."""
+    scan_layers: bool = False
+    """Run the layers as a scan (compiles once a layer) or unrolled (faster on a CPU)."""
+    remat: Literal["none", "dots", "full"] = "none"
+    """What is recomputed in the backward pass: nothing, all but weight products, or all of a layer."""
+
+    def model_post_init(self, _: Any) -> None:
+        """Refuses sizes that make no model."""
+        for name in ("layers", "width", "vocab"):
+            attention.base.require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}: must be at least 1")
+        attention.base.require(self.hidden >= 1, f"mlp_width = {self.mlp_width}: must be at least 1")
+        attention.base.require(self.norm_eps > 0, f"norm_eps = {self.norm_eps}: must be positive")
+        cap = self.logit_softcap
+        attention.base.require(cap is None or cap > 0, f"logit_softcap = {cap}: must be positive, or None for no cap")
+
+    @property
+    def hidden(self) -> int:
+        """F with its default filled in."""
+        return 4 * self.width if self.mlp_width is None else self.mlp_width
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, model: ModelConfig, family: attention.base.AttentionConfig, rngs: nnx.Rngs):
+        dtype = jnp.dtype(model.dtype)
+        out_std = 1 / math.sqrt(2 * model.layers)  # so that the residual stream's variance doesn't grow with depth
+        self.attention_norm = RMSNorm(model.width, model.norm_eps, model.norm_gain)
+        self.attention = attention.build(
+            family, width=model.width, eps=model.norm_eps, out_std=out_std, dtype=dtype, rngs=rngs
+        )
+        self.mlp_norm = RMSNorm(model.width, model.norm_eps, model.norm_gain)
+        self.mlp = MLP(model.width, model.hidden, model.mlp, out_std, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """One layer on the residual stream."""
+        x = x + self.attention(self.attention_norm(x), positions, segment_ids)
+        x = x + self.mlp(self.mlp_norm(x))
+        return sharding.constrain(x, "batch", "length", "width")
+
+
+class Transformer(nnx.Module):
+    """Embedding, N blocks, final norm, unembedding."""
+
+    def __init__(self, model: ModelConfig, family: attention.base.AttentionConfig, rngs: nnx.Rngs):
+        self.config = model
+        vocab, width = model.vocab, model.width
+        # Tied, the embedding is also the unembedding, whose logits should start small.
+        std = 0.02 if model.tie_embeddings else 1.0
+        self.embed = parameter((vocab, width), ("vocab", "embed"), std, "embed", rngs)
+        self.blocks = stack(lambda keys: Block(model, family, keys), model.layers, rngs)
+        self.final_norm = RMSNorm(width, model.norm_eps, model.norm_gain)
+        self.unembed = (
+            None
+            if model.tie_embeddings
+            else parameter((width, vocab), ("embed", "vocab"), 0.1 / math.sqrt(width), "unembed", rngs)
+        )
+
+    def hidden(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """The final, normed residual stream."""
+        x = self.embed.get_value().astype(jnp.dtype(self.config.dtype))[tokens]
+        x = sharding.constrain(x, "batch", "length", "width")
+        x = RMSNorm(self.config.width, self.config.norm_eps, gain=False)(x) if self.config.embed_norm else x
+        graph, layers = nnx.split(self.blocks)
+
+        def layer(x: Array, state: nnx.State) -> tuple[Array, None]:
+            return nnx.merge(graph, state)(x, positions, segment_ids), None
+
+        policy = REMAT[self.config.remat]
+        body = layer if policy is None else jax.checkpoint(layer, policy=policy)
+        x, _ = jax.lax.scan(body, x, layers, unroll=1 if self.config.scan_layers else self.config.layers)
+        return self.final_norm(x)
+
+    def unembedding(self) -> Float[Array, "D V"]:
+        """The unembedding matrix in float32, tied or not."""
+        return self.embed.get_value().T if self.unembed is None else self.unembed.get_value()
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T V"]:
+        """Logits in float32, soft-capped."""
+        x = self.hidden(tokens, positions, segment_ids)
+        logits = jnp.einsum("btd,dv->btv", x, self.unembedding().astype(x.dtype)).astype(jnp.float32)
+        return softcap(logits, self.config.logit_softcap)
+
+
+def softcap(logits: Float[Array, "*s V"], cap: float | None) -> Float[Array, "*s V"]:
+    """cap·tanh(logits / cap), or the logits as they are (Gemma 2, arXiv 2408.00118)."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
+    """`count` modules as one, each parameter stacked along a leading axis `layers`, its labels moved along by one."""
+
+    def state_of(key: Array) -> nnx.State:
+        return nnx.state(make(nnx.Rngs(params=key)))
+
+    def relabel(param: nnx.Param) -> nnx.Param:
+        labels = {name: tuple(i + 1 for i in getattr(param, name)) for name in ("reduce", "output") if name in param.get_metadata()}
+        for name, value in {"axes": ("layers", *param.axes), **labels}.items():
+            param.set_metadata(name, value)
+        return param
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
+    stacked = jax.vmap(state_of)(jax.random.split(rngs.params(), count))
+    return nnx.merge(graph, jax.tree.map(relabel, stacked, is_leaf=sharding.is_param))

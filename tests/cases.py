@@ -1,0 +1,126 @@
+"""Tiny configurations of every attention family, and what the attention tests do with them.
+
+Sizes are primes (or twice a prime, where RoPE needs pairs) and differ from one another, so that a transposed or wrongly
+grouped axis is a shape error or a wrong number, never luck. A family found in the package but absent from `SHAPES` is
+tested at its Config's defaults; where it has none, the tests fail and say what to add.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+import pytest
+from flax import nnx
+
+from lrkv_jax import attention
+
+B, T, D = 2, 11, 13
+SLOTS = 17  # of a cache: more than T, so that some are never filled
+EPS = 0.05  # large, so that an epsilon in the wrong place shows
+BASE = 50.0  # small, so that every pair turns noticeably within a few positions
+
+SHAPES = {
+    "gqa": {
+        "mha": {"heads": 3, "head_dim": 10},
+        "gqa": {"heads": 6, "kv_heads": 2, "head_dim": 10},
+        "mqa": {"heads": 5, "kv_heads": 1, "head_dim": 10},
+        "partial": {"heads": 6, "kv_heads": 3, "head_dim": 10, "rotary_dim": 6},
+    },
+    "mla": {
+        "half": {"heads": 3, "head_dim": 12, "latent": 7},
+        "wide": {"heads": 5, "head_dim": 14, "latent": 3, "rotary_dim": 10},
+    },
+    "lrkv": {
+        f"{mode}-{name}": {"rope_mode": mode, "head_dim": 10, **shape}
+        for mode in ("full", "shared", "latent")
+        for name, shape in {
+            "odd": {"heads": 3, "rank": 5},
+            "even": {"heads": 3, "rank": 6},
+            "grouped": {"heads": 6, "kv_heads": 3, "rank": 2},
+            "rank0": {"heads": 3, "rank": 0},
+        }.items()
+        if not (mode == "latent" and shape["rank"] % 2)
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of one family; `config` is None where the family is unknown here and has no default."""
+
+    family: str
+    config: pydantic.BaseModel | None
+    name: str
+
+
+def cases(**options):
+    """A Case per family and shape, with `options` (qk_norm, qkv_bias) set; for `pytest.mark.parametrize`."""
+    found = []
+    for family, module in attention.families().items():
+        if family in SHAPES:
+            for shape, fields in SHAPES[family].items():
+                config = module.Config(**fields, rope_base=BASE, **options)
+                found.append(Case(family, config, f"{family}-{shape}"))
+        else:
+            try:
+                found.append(Case(family, module.Config(), f"{family}-default"))
+            except pydantic.ValidationError:
+                found.append(Case(family, None, f"{family}-unknown"))
+    marks = "".join(f"-{name}" for name, value in options.items() if value)
+    return [pytest.param(case, id=case.name + marks) for case in found]
+
+
+def random(*shape, seed=0, std=1.0):
+    """Normal float32 numbers of a shape."""
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(scale=std, size=shape), jnp.float32)
+
+
+def build(case, dtype=jnp.float32):
+    """(graphdef, state) of the case's Attention, every parameter drawn at random, biases included."""
+    if case.config is None:
+        pytest.fail(
+            f"attention family {case.family!r} has no case and its Config has no default: add SHAPES[{case.family!r}] "
+            f"to {__file__}"
+        )
+    return _build(case.family, case.config, jnp.dtype(dtype).name)
+
+
+@functools.cache
+def _build(family, config, dtype):
+    attention_class = attention.families()[family].Attention
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: attention_class(config, width=D, eps=EPS, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+    )
+    leaves, tree = jax.tree.flatten(state)
+    # 0.35 is about 1/sqrt(D): activations, logits and outputs stay of order one.
+    leaves = [random(*leaf.shape, seed=i + 1, std=0.35) for i, leaf in enumerate(leaves)]
+    return graphdef, jax.tree.unflatten(tree, leaves)
+
+
+def weights(state):
+    """The parameters by name in float64, as the oracle takes them."""
+    named = {}
+    for path, leaf in nnx.to_flat_state(state):
+        path = [part for part in path if part != "w"]  # a Projection keeps its array as `.w`
+        named[path[-1]] = np.asarray(leaf[...], np.float64)
+    return named
+
+
+def inputs(batch=B, length=T):
+    """x [batch, length, D], and positions that start elsewhere in every row: an index is not a position."""
+    positions = jnp.arange(length)[None] + 3 * jnp.arange(batch)[:, None]
+    return random(batch, length, D), positions
+
+
+def call(case, method, *args, dtype=jnp.float32, **static):
+    """Runs a method of the case's module, compiled once per case, method and shapes, with `static` arguments fixed."""
+    graphdef, state = build(case, dtype)
+    return _compiled(graphdef, method, tuple(static.items()))(state, *args)
+
+
+@functools.cache
+def _compiled(graphdef, method, static):
+    return jax.jit(lambda state, *args: getattr(nnx.merge(graphdef, state), method)(*args, **dict(static)))

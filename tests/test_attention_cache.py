@@ -1,0 +1,175 @@
+"""What every attention family must do when decoding: same answer as the forward pass, from the cache it promises."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SLOTS, B, T, build, call, cases, inputs
+from flax import nnx
+
+from lrkv_jax.attention import core
+
+PLAIN, RECIPE = cases(qk_norm=False, qkv_bias=False), cases(qk_norm=True, qkv_bias=True)
+BLOCK = 5  # of `attend`: does not divide SLOTS
+
+
+def empty_cache(entry, fill):
+    """A cache of SLOTS slots like `entry`'s leaves [B, 1, ...], full of something that must not matter."""
+    return jax.tree.map(lambda leaf: jnp.full((B, SLOTS, *leaf.shape[2:]), fill, leaf.dtype), entry)
+
+
+@functools.cache
+def decoder(graphdef):
+    """A compiled step: caches the tokens x [B, n, D] at slots t.., and lets each attend up to itself."""
+
+    @jax.jit
+    def step(state, cache, key_positions, x, positions, t):
+        module = nnx.merge(graphdef, state)
+        write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, t, axis=1)  # noqa: E731
+        cache = jax.tree.map(write, cache, module.compress(x, positions))
+        key_positions = write(key_positions, positions)
+        lengths = jnp.broadcast_to(t + 1 + jnp.arange(x.shape[1]), x.shape[:2])
+        o = module.attend(module.query(x, positions), cache, key_positions, lengths, block=BLOCK)
+        return cache, key_positions, module.out(o)
+
+    return step
+
+
+def decode(case, x, positions, chunks, fill=0.0):
+    """The outputs [B, T, D] of decoding x in chunks of the given sizes."""
+    graphdef, state = build(case)
+    cache = empty_cache(call(case, "compress", x[:, :1], positions[:, :1]), fill)
+    key_positions, outputs = jnp.full((B, SLOTS), 977, jnp.int32), []
+    for end, n in zip(np.cumsum(chunks), chunks, strict=True):
+        now = slice(end - n, end)
+        cache, key_positions, y = decoder(graphdef)(
+            state, cache, key_positions, x[:, now], positions[:, now], jnp.asarray(end - n, jnp.int32)
+        )
+        outputs.append(y)
+    return np.concatenate(outputs, axis=1)
+
+
+@pytest.mark.parametrize("case", PLAIN + RECIPE)
+def test_decoding_equals_forward(case):
+    """Bug: the cache lacks something, a rotation is missing or double, a block counts twice, an index is a position."""
+    x, positions = inputs()
+    forward = call(case, "__call__", x, positions)
+    for chunks in ([1] * T, [5] + [1] * (T - 5), [T - 1, 1], [5, 5, 1]):
+        np.testing.assert_allclose(decode(case, x, positions, chunks, fill=30.0), forward, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", RECIPE)
+def test_attend_sees_its_lengths_exactly(case):
+    """Bug: a length is off by one or shared between rows or queries; a later slot has influence."""
+    x, positions = inputs(length=SLOTS)
+    cache, q = call(case, "compress", x, positions), call(case, "query", x[:, :3], positions[:, :3])
+    lengths = jnp.array([[1, 17, 6], [10, 5, 2]], jnp.int32)
+    o = np.asarray(call(case, "attend", q, cache, positions, lengths, block=BLOCK))
+    attending = call(case, "attend", q, cache, positions, lengths, block=SLOTS)
+    np.testing.assert_allclose(o, attending, atol=1e-5)
+
+    k, v = (np.asarray(a) for a in call(case, "expand", cache, positions))
+    scale = nnx.merge(*build(case)).scale
+    group = q.shape[2] // k.shape[2]
+    for b, t, h in np.ndindex(*o.shape[:3]):
+        seen = slice(0, lengths[b, t])
+        scores = np.exp(k[b, seen, h // group] @ np.asarray(q)[b, t, h] * scale)
+        np.testing.assert_allclose(o[b, t, h], scores / scores.sum() @ v[b, seen, h // group], atol=1e-5)
+
+    longest = lengths.max(axis=1)
+    beyond = jnp.arange(SLOTS)[None] >= longest[:, None]
+    spoil = lambda leaf: jnp.where(beyond.reshape(B, SLOTS, *[1] * (leaf.ndim - 2)), 1e4, leaf)  # noqa: E731
+    spoilt = call(case, "attend", q, jax.tree.map(spoil, cache), positions + 7 * beyond, lengths, block=BLOCK)
+    np.testing.assert_array_equal(o, spoilt)
+
+
+def cached_values(config):
+    """Values per token and layer by the table of the mathematics, and QK-norm's float32 scalars beside them."""
+    heads, head_dim = config.heads, config.head_dim
+    kv_heads = getattr(config, "kv_heads", None) or heads
+    match config.family:
+        case "gqa":
+            return 2 * kv_heads * head_dim, 0
+        case "mla":
+            rotary = head_dim // 2 if config.rotary_dim is None else config.rotary_dim
+            return config.latent + rotary, heads * config.qk_norm
+        case "lrkv":
+            return 2 * (head_dim + kv_heads * config.rank), kv_heads * config.qk_norm
+    pytest.fail(f"no cache formula for family {config.family!r}: add it to {__file__}")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", PLAIN + RECIPE)
+def test_cache_holds_what_the_table_says(case, dtype):
+    """Bug: expanded keys, a copy per query head or an uncounted norm is cached; s is kept in bfloat16."""
+    x, positions = inputs()
+    graphdef, state = build(case, dtype)
+    compress = lambda x: nnx.merge(graphdef, state).compress(x, positions)  # noqa: E731
+    entry = jax.eval_shape(compress, jnp.asarray(x, dtype))
+    values, scalars = cached_values(case.config)
+    allocated = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(entry))
+    assert allocated == B * T * (values * jnp.dtype(dtype).itemsize + scalars * 4)
+
+
+def largest_intermediate(jaxpr):
+    """Elements of the largest array that any equation of a jaxpr makes, loops and calls included."""
+    largest = 0
+    for equation in jaxpr.eqns:
+        largest = max([largest, *(math.prod(out.aval.shape) for out in equation.outvars)])
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                largest = max(largest, largest_intermediate(getattr(inner, "jaxpr", inner)))
+    return largest
+
+
+def is_jaxpr(value):
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("case", RECIPE)
+def test_attend_never_expands_the_cache(case, queries):
+    """Bug: decoding forms the keys or values of all heads for the whole cache, which is what it exists to avoid."""
+    slots = 601
+    graphdef, state = build(case)
+    x, positions = inputs(length=queries)
+    q = call(case, "query", x, positions)
+    cache = jax.tree.map(
+        lambda leaf: jnp.zeros((B, slots, *leaf.shape[2:]), leaf.dtype), call(case, "compress", x, positions)
+    )
+    key_positions = jnp.zeros((B, slots), jnp.int32)
+    lengths = jnp.full((B, queries), slots, jnp.int32)
+
+    def attend(q, cache):
+        return nnx.merge(graphdef, state).attend(q, cache, key_positions, lengths, block=29)
+
+    def attend_expanded(q, cache):
+        k, v = nnx.merge(graphdef, state).expand(cache, key_positions)
+        k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) + 0 for a in (k, v))
+        return core.online_softmax(
+            lambda entry, _: jnp.einsum("bthc,bshc->bhts", q, entry[0]),
+            lambda p, entry, _: jnp.einsum("bhts,bshc->bhtc", p, entry[1]),
+            (k, v), key_positions, lengths, 29,
+        )  # fmt: skip
+
+    limit = B * slots * case.config.heads * case.config.head_dim
+    assert largest_intermediate(jax.make_jaxpr(attend)(q, cache).jaxpr) < limit
+    assert largest_intermediate(jax.make_jaxpr(attend_expanded)(q, cache).jaxpr) >= limit
+
+
+@pytest.mark.parametrize("case", RECIPE)
+def test_bfloat16_decoding_stays_near_float32(case):
+    """Bug: decoding accumulates or rotates in bfloat16, or a product of two dtypes has no kernel on this backend."""
+    x, positions = inputs()
+    exact = np.asarray(call(case, "__call__", x, positions))
+    x = jnp.asarray(x, jnp.bfloat16)
+    cache, q = (call(case, method, x, positions, dtype=jnp.bfloat16) for method in ("compress", "query"))
+    lengths = jnp.broadcast_to(jnp.arange(1, T + 1), (B, T))
+    o = call(case, "attend", q, cache, positions, lengths, dtype=jnp.bfloat16, block=BLOCK)
+    rough = call(case, "out", o, dtype=jnp.bfloat16)
+    error = np.asarray(rough, np.float32) - exact
+    assert np.isfinite(error).all()
+    assert np.linalg.norm(error) < 0.03 * np.linalg.norm(exact)

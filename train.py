@@ -1,0 +1,141 @@
+"""Trains a model: a config becomes a mesh, a corpus, a program, a state, a loop, a score.
+
+    python train.py                                            the default, configs/tiny.py, LRKV
+    python train.py --config configs/tiny.py:mha --train.steps 1000 --run-dir runs/mine
+
+The same command again on a run directory resumes it; on a finished run it prints the result again.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from lrkv_jax import accounting, figures, report, rundir, sharding
+from lrkv_jax.checkpoint import Checkpointer
+from lrkv_jax.config import RunConfig, parse_command
+from lrkv_jax.data import Store
+from lrkv_jax.evaluate import evaluate, make_eval_step
+from lrkv_jax.metrics import Metrics
+from lrkv_jax.optimizer import learning_rate
+from lrkv_jax.settings import UserError, command
+from lrkv_jax.step import Program, Tokens, compile_train_step, make_program
+
+
+class Stopped:
+    """Turns SIGTERM and SIGINT into a flag that the loop reads between steps; a second signal kills as usual."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+
+def main() -> int:
+    """Command line to exit status: 0 done, 128 + signal when stopped, 2 for a mistake (one line on stderr)."""
+    config, run_dir, dry_run = parse_command("train.py", __doc__)
+    if dry_run:
+        print(accounting.dry_run(config))
+        return 0
+    stopped = Stopped()
+    mesh = sharding.make_mesh(config.mesh)
+    store = rundir.enter(run_dir, config)
+    program = make_run_program(config, store)
+    result_path = run_dir / "eval.json"
+    if not finished(result_path, config):
+        with jax.set_mesh(mesh):
+            state, step = fit(config, run_dir, store, program, mesh, stopped)
+            if stopped.signal:
+                print(f"stopped by {signal.Signals(stopped.signal).name}; step {step} is saved, the same command resumes")
+                return 128 + stopped.signal
+            result = report.score(config, program, state["params"], step, store, mesh, "test")
+        rundir.write_json(result_path, result)
+        figures.loss_curve(run_dir)
+    print(report.table(rundir.read_json(result_path)))
+    print(f"run directory  {run_dir}")
+    return 0
+
+
+def finished(result_path: Path, config: RunConfig) -> bool:
+    """Whether the run's last step has been scored."""
+    return result_path.exists() and rundir.read_json(result_path)["step"] == config.train.steps
+
+
+def make_run_program(config: RunConfig, store: Store) -> Program:
+    """The run's program; it needs the tokenizer's begin and end."""
+    tokens = Tokens(store.tokenizer.begin_id, store.tokenizer.end_id, config.data.document_mask)
+    return make_program(config.model, config.attention, config.train, config.optimizer, tokens)
+
+
+def fit(
+    config: RunConfig, run_dir: Path, store: Store, program: Program, mesh: Mesh, stopped: Stopped
+) -> tuple[dict[str, Any], int]:
+    """Trains from the newest checkpoint, or from scratch, to the last step or a signal; returns state and step."""
+    train = config.train
+    abstract, train_step = compile_train_step(program, mesh)
+    eval_step = make_eval_step(program, mesh)
+    batches = store.batches(train.batch_size, train.seed)
+    rows = sharding.batch_sharding(mesh)
+    lag = 0 if jax.default_backend() == "cpu" else 1  # fake CPU devices deadlock when steps pile up
+
+    with Checkpointer(run_dir, config.checkpoint) as checkpoints:
+        state, start = checkpoints.restore(abstract) or (fresh(program, abstract, train.seed), 0)
+        with (
+            Metrics(run_dir, step=start, steps=train.steps, tokens_per_step=train.batch_size * config.data.context) as log,
+            batches.iterate(start) as stream,
+        ):
+            waiting: list[tuple[int, dict[str, Any]]] = []
+
+            def settle(keep: int) -> None:
+                """Fetches, checks and logs the metrics of all but the newest `keep` steps."""
+                while len(waiting) > keep:
+                    number, metrics = waiting.pop(0)
+                    loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+                    if not (math.isfinite(loss) and math.isfinite(norm)):
+                        raise UserError(
+                            f"loss = {loss}, gradient norm = {norm} at step {number} (batch_at({number - 1}), seed "
+                            f"{train.seed}): nothing was saved after step {checkpoints.steps()[-1:] or 'none'}; try a lower "
+                            f"optimizer.peak_lr = {config.optimizer.peak_lr} or a longer warm-up"
+                        )
+                    lr = learning_rate(config.optimizer, train.steps, number - 1)
+                    log.train(number, loss=loss, lr=lr, grad_norm=norm)
+
+            step = start
+            while step < train.steps and not stopped.signal:
+                state, metrics = train_step(state, jax.device_put(next(stream), rows))
+                step += 1
+                waiting.append((step, metrics))
+                settle(lag)
+                if step % train.eval_every == 0 or step == train.steps:
+                    settle(0)
+                    score = evaluate(
+                        eval_step, state["params"], store.windows("validation"), train.batch_size, mesh, limit=train.eval_windows
+                    ).summary()
+                    log.evaluation(step, "validation", score["ce"], score["bits_per_byte"])
+                    checkpoints.save_best(step, state, score["ce"])
+                if step % config.checkpoint.every_steps == 0 or step == train.steps:
+                    settle(0)
+                    checkpoints.save(step, state)
+            settle(0)
+            checkpoints.save(step, state)
+        checkpoints.wait()
+    return state, step
+
+
+def fresh(program: Program, abstract: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The initial state, each device making its own part."""
+    return jax.jit(program.init_state, out_shardings=sharding.shardings(abstract))(jax.random.key(seed))
+
+
+if __name__ == "__main__":
+    command(main)()
