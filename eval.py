@@ -8,6 +8,7 @@ The test split at the newest step goes to RUN_DIR/eval.json, anything else to RU
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
 import jax
@@ -30,7 +31,7 @@ def main() -> int:
     mesh = sharding.make_mesh(config.mesh)
     store = rundir.open_corpus(options.run_dir, config)
     program = make_run_program(config, store)
-    with Checkpointer(options.run_dir, config.checkpoint) as checkpoints, jax.set_mesh(mesh):
+    with contextlib.closing(Checkpointer(options.run_dir, config.checkpoint)) as checkpoints, jax.set_mesh(mesh):
         abstract = program.abstract_state(mesh)["params"]
         params, step = checkpoints.restore_params(abstract, which(options.step))
         result = report.score(config, program, params, step, store, mesh, options.split)

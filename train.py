@@ -8,6 +8,7 @@ The same command again on a run directory resumes it; on a finished run it print
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 from pathlib import Path
@@ -23,7 +24,6 @@ from lrkv_jax.config import RunConfig, parse_command
 from lrkv_jax.data import Store
 from lrkv_jax.evaluate import evaluate, make_eval_step
 from lrkv_jax.metrics import Metrics
-from lrkv_jax.optimizer import learning_rate
 from lrkv_jax.settings import UserError, command
 from lrkv_jax.step import Program, Tokens, compile_train_step, make_program
 
@@ -88,11 +88,11 @@ def fit(
     rows = sharding.batch_sharding(mesh)
     lag = 0 if jax.default_backend() == "cpu" else 1  # fake CPU devices deadlock when steps pile up
 
-    with Checkpointer(run_dir, config.checkpoint) as checkpoints:
+    with contextlib.closing(Checkpointer(run_dir, config.checkpoint)) as checkpoints:
         state, start = checkpoints.restore(abstract) or (fresh(program, abstract, train.seed), 0)
         with (
             Metrics(run_dir, step=start, steps=train.steps, tokens_per_step=train.batch_size * config.data.context) as log,
-            batches.iterate(start) as stream,
+            contextlib.closing(batches.iterate(start)) as stream,
         ):
             waiting: list[tuple[int, dict[str, Any]]] = []
 
@@ -100,14 +100,13 @@ def fit(
                 """Fetches, checks and logs the metrics of all but the newest `keep` steps."""
                 while len(waiting) > keep:
                     number, metrics = waiting.pop(0)
-                    loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+                    loss, norm, lr = (float(metrics[name]) for name in ("loss", "grad_norm", "lr"))
                     if not (math.isfinite(loss) and math.isfinite(norm)):
                         raise UserError(
                             f"loss = {loss}, gradient norm = {norm} at step {number} (batch_at({number - 1}), seed "
                             f"{train.seed}): nothing was saved after step {checkpoints.steps()[-1:] or 'none'}; try a lower "
                             f"optimizer.peak_lr = {config.optimizer.peak_lr} or a longer warm-up"
                         )
-                    lr = learning_rate(config.optimizer, train.steps, number - 1)
                     log.train(number, loss=loss, lr=lr, grad_norm=norm)
 
             step = start

@@ -26,6 +26,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jaxtyping import PyTree
 from pydantic import Field
 
 from lrkv_jax.settings import Settings, UserError
@@ -69,9 +70,9 @@ class Checkpointer:
 
     def __init__(self, run_dir: Path, config: CheckpointConfig):
         _quieten()
-        root = Path(os.path.abspath(run_dir)) / "checkpoints"  # Orbax refuses relative paths, and only while saving
-        self._newest = Shelf(root / "newest", config.keep)
-        self._best = Shelf(root / "best", 1)
+        self._root = Path(os.path.abspath(run_dir)) / "checkpoints"  # Orbax refuses relative paths, and only at a save
+        self._newest = Shelf(self._root / "newest", config.keep)
+        self._best = Shelf(self._root / "best", 1)
 
     def steps(self) -> list[int]:
         """Steps of the newest checkpoints on disk, ascending; neither damaged ones nor a save still running."""
@@ -85,7 +86,7 @@ class Checkpointer:
         """Validation cross-entropy (nats/token) of the best checkpoint on disk; infinity where there is none."""
         return min(map(self._best.cross_entropy, self._best.steps()), default=math.inf)
 
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int, state: PyTree) -> None:
         """Starts saving `state`; returns once it may be donated. A step that is already saved is left as it is.
 
         Raises:
@@ -97,31 +98,40 @@ class Checkpointer:
             raise UserError(f"step {step} is not saved: {self._newest.directory} already holds step {later[-1]}")
         self._newest.save(step, state)
 
-    def save_best(self, step: int, state: Any, ce: float) -> None:
+    def save_best(self, step: int, state: PyTree, ce: float) -> None:
         """As `save`, if `ce` (validation nats/token) is below the best so far, which goes once this one is on disk."""
         self._best.wait()
         if ce < self.best_ce():
             self._best.save(step, state, ce)
 
-    def restore(self, template: Any, which: int | str = "newest") -> tuple[Any, int] | None:
+    def restore(self, template: PyTree, which: int | str = "newest") -> tuple[PyTree, int] | None:
         """The state and its step. `which` is a step, "newest" or "best".
 
         "newest" walks from the newest checkpoint of either kind to older ones and passes over damaged ones with a
         warning; None where the run has no checkpoint at all.
 
         Raises:
-            UserError: every checkpoint is damaged, or the one asked for is missing or damaged; or the template differs
-                in names, shapes or dtypes, found out before anything is allocated.
+            UserError: every checkpoint is damaged (a run never starts afresh by itself); the one asked for is missing
+                or damaged; the template differs in names, shapes or dtypes, found out before anything is allocated.
         """
-        if which == "newest":
-            return self._restore_newest(template)
-        return self._restore_named(template, which)
+        reasons = []
+        for step, shelf in self._candidates(which):
+            try:
+                return shelf.read(step, template), step
+            except Damaged as damage:
+                reasons.append(f"{shelf.path(step)}: {damage}")
+                logger.warning("checkpoint passed over, %s", reasons[-1])
+        if which == "newest" and not reasons:
+            return None
+        fault = f"unreadable ({'; '.join(reasons)})" if reasons else "missing"
+        there = f"{self._root} has steps {self.steps()} and best {self.best_step()}"
+        raise UserError(f"checkpoint {which} is {fault}; {there}")
 
-    def restore_params(self, template: Any, which: int | str = "newest") -> tuple[Any, int]:
+    def restore_params(self, template: PyTree, which: int | str = "newest") -> tuple[PyTree, int]:
         """The entry `params` of the state alone, and its step; as `restore`, but no checkpoint is an error too."""
         restored = self.restore({"params": template}, which)
         if restored is None:
-            raise UserError(f"{self._newest.directory.parent}: holds no checkpoint")
+            raise UserError(f"{self._root} holds no checkpoint")
         state, step = restored
         return state["params"], step
 
@@ -135,38 +145,19 @@ class Checkpointer:
         self._newest.close()
         self._best.close()
 
-    def _restore_newest(self, template: Any) -> tuple[Any, int] | None:
+    def _candidates(self, which: int | str) -> list[tuple[int, Shelf]]:
+        """Where to look, in this order."""
         shelves = (self._newest, self._best)
-        for unfinished in (path for shelf in shelves for path in shelf.unfinished()):
-            logger.warning("checkpoint passed over, %s: its save was cut short", unfinished)
-        found = [(step, shelf) for shelf in shelves for step in shelf.listed()]
-        reasons = []
-        for step, shelf in sorted(found, key=lambda pair: pair[0], reverse=True):
-            try:
-                return shelf.read(step, template), step
-            except Damaged as damage:
-                reasons.append(f"{shelf.path(step)}: {damage}")
-                logger.warning("checkpoint passed over, %s", reasons[-1])
-        if reasons:
-            raise UserError(f"every checkpoint is damaged ({'; '.join(reasons)}); remove them to start afresh")
-        return None
-
-    def _restore_named(self, template: Any, which: int | str) -> tuple[Any, int]:
+        if which == "newest":
+            for path in (path for shelf in shelves for path in shelf.unfinished()):
+                logger.warning("checkpoint passed over, %s: its save was not finished", path)
+            found = [(step, shelf) for shelf in shelves for step in shelf.listed()]
+            return sorted(found, key=lambda pair: pair[0], reverse=True)
         if which == "best":
-            places = [(self.best_step(), self._best)]
-        elif str(which).isdecimal():
-            places = [(int(which), self._newest), (int(which), self._best)]
-        else:
+            return [(step, self._best) for step in sorted(self._best.listed(), key=self._best.cross_entropy)]
+        if not str(which).isdecimal():
             raise UserError(f"checkpoint {which!r}: should be a step, newest or best")
-        reasons = []
-        for step, shelf in places:
-            if step in shelf.listed():
-                try:
-                    return shelf.read(step, template), step
-                except Damaged as damage:
-                    reasons.append(f" ({shelf.path(step)}: {damage})")
-        there = f"{self._newest.directory.parent} has steps {self.steps()} and best {self.best_step()}"
-        raise UserError(f"checkpoint {which} is {'damaged' if reasons else 'missing'}{''.join(reasons)}; {there}")
+        return [(int(which), shelf) for shelf in shelves if int(which) in shelf.listed()]
 
 
 @dataclasses.dataclass
@@ -207,10 +198,7 @@ class Shelf:
         """The manifest of a step. Raises Damaged."""
         try:
             manifest = json.loads((self.path(step) / MANIFEST_FILE).read_text())
-            return {
-                "ce": math.inf if manifest["ce"] is None else float(manifest["ce"]),
-                "arrays": dict(manifest["arrays"]),
-            }
+            return {"ce": float(manifest.get("ce", math.inf)), "arrays": dict(manifest["arrays"])}
         except UNREADABLE as error:
             raise Damaged(f"the manifest is unreadable ({_reason(error)})") from error
 
@@ -221,7 +209,7 @@ class Shelf:
         except Damaged:
             return math.inf
 
-    def read(self, step: int, template: Any) -> Any:
+    def read(self, step: int, template: PyTree) -> PyTree:
         """The arrays of `template`, checked. Raises Damaged, or UserError where the template doesn't fit."""
         try:
             return self._read(step, template)
@@ -229,7 +217,7 @@ class Shelf:
             self.damaged[step] = str(damage)
             raise
 
-    def _read(self, step: int, template: Any) -> Any:
+    def _read(self, step: int, template: PyTree) -> PyTree:
         if complaint := self.complaint(step):
             raise Damaged(complaint)
         stored = self.manifest(step)["arrays"]
@@ -245,17 +233,17 @@ class Shelf:
                 state = reader.restore(self.path(step), args=ocp.args.Composite(**{STATE: arguments}))[STATE]
         except UNREADABLE as error:
             raise Damaged(_reason(error)) from error
-        for name, entry in describe(state).items():
+        for name, entry in inventory(state).items():
             if entry["checksum"] != stored[name]["checksum"]:
                 raise Damaged(f"the data of {_short(name)} do not match their checksum")
         return state
 
-    def save(self, step: int, state: Any, ce: float | None = None) -> None:
+    def save(self, step: int, state: PyTree, ce: float = math.inf) -> None:
         """Starts saving, after any earlier save has ended. Raises UserError with the reason of a failure."""
         self.wait()
         if step in self.steps():
             return
-        manifest = {"ce": ce, "arrays": describe(state)}
+        manifest = {"arrays": inventory(state)} | ({} if ce == math.inf else {"ce": ce})
         items = {STATE: ocp.args.PyTreeSave(state), MANIFEST: ocp.args.JsonSave(manifest)}
         try:
             # force: Orbax would otherwise decline, in silence, a step below the highest.
@@ -292,21 +280,28 @@ class Shelf:
         self.damaged.clear()
         if self.manager is None:
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=ocp.checkpoint_managers.LatestN(self.keep), cleanup_tmp_directories=True
+                preservation_policy=ocp.checkpoint_managers.LatestN(self.keep),
+                cleanup_tmp_directories=True,
+                # Where a directory can't be made in the background, Orbax's threads wait for it and hold up the exit.
+                async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
             )
             self.manager = ocp.CheckpointManager(self.directory, options=options)
         return self.manager
 
     def _set_aside(self, step: int, reason: str) -> None:
-        """Renames a damaged step, for it may be readable after all with better tools or a better network disk."""
-        if jax.process_index() == 0:
-            aside = self.path(step).with_suffix(".damaged")
-            shutil.rmtree(aside, ignore_errors=True)
-            self.path(step).rename(aside)
-            logger.warning("damaged checkpoint renamed to %s (%s)", aside, reason)
+        """Renames a damaged step: on a better day of a network disk it may be readable after all."""
+        if jax.process_index() != 0:
+            return
+        if sum(newer > step for newer in self.steps()) >= self.keep:  # due to go; a kill cut its removal short
+            shutil.rmtree(self.path(step))
+            return
+        aside = self.path(step).with_suffix(".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        self.path(step).rename(aside)
+        logger.warning("damaged checkpoint renamed to %s (%s)", aside, reason)
 
 
-def describe(state: Any) -> dict[str, dict[str, Any]]:
+def inventory(state: PyTree) -> dict[str, dict[str, Any]]:
     """Shape, dtype and checksum of every array, by its dotted name; small and the same on any number of devices."""
     checksums = jax.device_get(_checksums(jax.tree.leaves(state)))
     return {
@@ -338,7 +333,7 @@ def _checksum(x: jax.Array) -> jax.Array:
     return jnp.sum(word ^ (word >> 16), dtype=jnp.uint32)
 
 
-def _named(tree: Any) -> dict[str, Any]:
+def _named(tree: PyTree) -> dict[str, Any]:
     """Leaves by dotted path."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)
@@ -354,7 +349,7 @@ def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _compare(template: Any, stored: dict[str, dict[str, Any]], path: Path) -> None:
+def _compare(template: PyTree, stored: dict[str, dict[str, Any]], path: Path) -> None:
     """Raises UserError that lists every array in which the template and the checkpoint differ."""
     wanted = _named(template)
     faults = [f"{_short(name)} is not in the checkpoint" for name in wanted if name not in stored]
@@ -373,8 +368,8 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = str(error)
-    if found := re.search(r"OS error \d+: ([^\[\]\n]+)", text):
-        return found[1].strip()
+    if found := re.search(r"os_error_code='(\d+)'", text):
+        return os.strerror(int(found[1]))
     codes = {"OUT_OF_RANGE": "a file is truncated", "DATA_LOSS": "a file is corrupt", "NOT_FOUND": "a file is missing"}
     return codes.get(text.split(":")[0]) or f"{type(error).__name__}: {(text.splitlines() or [''])[0][:160]}"
 

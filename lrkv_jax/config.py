@@ -22,6 +22,7 @@ import pydantic
 import tyro
 
 from lrkv_jax.attention import families
+from lrkv_jax.attention.base import AttentionConfig
 from lrkv_jax.checkpoint import CheckpointConfig
 from lrkv_jax.data import DataConfig
 from lrkv_jax.optimizer import OptimizerConfig
@@ -37,9 +38,6 @@ AttentionField = Annotated[functools.reduce(operator.or_, _CONFIGS), pydantic.Fi
 
 # What may change when a run is resumed: where it runs and what it keeps, never what it computes.
 FREE_ON_RESUME = ("mesh", "checkpoint")
-
-# The family is chosen by --config FILE:KEY; its fields are plain flags, not a subcommand.
-_TYRO = (tyro.conf.AvoidSubcommands,)
 
 
 class RunConfig(Settings):
@@ -68,6 +66,10 @@ class RunConfig(Settings):
             raise ValueError(
                 f"train.loss_chunks = {self.train.loss_chunks}: must divide data.context = {self.data.context}"
             )
+
+    def with_attention(self, attention: AttentionConfig) -> RunConfig:
+        """The same run with another attention."""
+        return self.model_copy(update={"attention": attention})
 
     @classmethod
     def load(cls, run_dir: Path) -> RunConfig:
@@ -152,13 +154,34 @@ def parse_fields(prog: str, doc: str, default: RunConfig, args: list[str]) -> Ru
         if flag.startswith("--") and flag not in known | {"--help"} and flag.replace(".no-", ".") not in known:
             near = difflib.get_close_matches(flag, known, n=3, cutoff=0.5)
             raise UserError(f"{flag}: no such flag" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    # The family is chosen by --config FILE:KEY, so tyro gets its config class and not the union of all.
+    family = type(default.attention)
+    flags = pydantic.create_model(
+        "RunConfig", __base__=RunConfig, __doc__=doc, attention=(family, pydantic.Field(description=family.__doc__))
+    )
+    parse = functools.partial(tyro.cli, flags, prog=prog, description=doc, default=flags(**dict(default)), args=args)
     if "--help" in args or "-h" in args:
-        return tyro.cli(RunConfig, prog=prog, description=doc, default=default, args=args, config=_TYRO)
+        parse()
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(complaint):
-            return tyro.cli(RunConfig, prog=prog, description=doc, default=default, args=args, config=_TYRO)
+            return RunConfig(**dict(parse()))
     except SystemExit:
-        text = re.sub(r"[│╭╮╰╯─╷╵]+", " ", re.sub(r"\x1b\[[0-9;]*m", "", complaint.getvalue()))
-        text = re.sub(r"\s+", " ", text.split("For full helptext")[0]).strip()
-        raise UserError(text) from None
+        raise UserError(fold(complaint.getvalue())) from None
+
+
+def fold(complaint: str) -> str:
+    """tyro's box around a message, or around one of pydantic's, as one line that names field and value."""
+    text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯]", " ", complaint)
+    text = re.split(r"─{9,}", text.replace("-" * 9, "─" * 9))
+    body = next(part for part in text[1:] if part.strip("─- \n"))  # what stands before the first rule is a title
+    body = re.sub(r"\s+", " ", body.strip("─- \n"))
+    pydantic_says = re.search(r"Error parsing (\S+): .*? for \w+ (.*?) \[type=\w+, input_value=(.*?), input_type", body)
+    if not pydantic_says:
+        return body
+    section, message, value = pydantic_says.groups()
+    prefix = "" if section == "RunConfig" else f"{section}."
+    if message.startswith("Value error, "):
+        return prefix + message.removeprefix("Value error, ")
+    field, _, message = message.partition(" ")
+    return f"{prefix}{field} = {value}: {message[:1].lower()}{message[1:]}"

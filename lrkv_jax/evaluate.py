@@ -68,8 +68,8 @@ def evaluate(
     their bytes are whole, so bits per byte then is a bound from below.
     """
     total = len(windows) if limit is None else min(limit, len(windows))
-    nats = np.zeros(windows.documents, np.float64)
-    tokens = np.zeros(windows.documents, np.int64)
+    nats = np.zeros(len(windows.document_bytes), np.float64)
+    tokens = np.zeros(len(windows.document_bytes), np.int64)
     rows = sharding.batch_sharding(mesh)
     for start in tqdm(range(0, total, batch_size), desc=progress, disable=progress is None, leave=False):
         batch = windows.rows(start, min(start + batch_size, total))
@@ -80,4 +80,4 @@ def evaluate(
         np.add.at(nats, batch.document, (scored * batch.weights).sum(axis=1))
         np.add.at(tokens, batch.document, batch.weights.sum(axis=1).astype(np.int64))
     seen = tokens > 0
-    return Score(nats[seen], tokens[seen], np.asarray(windows.document_bytes)[seen])
+    return Score(nats[seen], tokens[seen], windows.document_bytes[seen])

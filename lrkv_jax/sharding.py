@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lrkv_jax.settings import Settings, UserError
@@ -76,7 +76,9 @@ def spec(axes: tuple[str | None, ...]) -> P:
     return P(*entries)
 
 
-def sharding_of(shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: Mesh) -> NamedSharding:
+def sharding_of(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: Mesh | AbstractMesh
+) -> NamedSharding:
     """Sharding of one array; key/value heads that a mesh axis doesn't divide are replicated, all else must divide."""
     entries = []
     for size, name, entry in zip(shape, axes, spec(axes), strict=True):

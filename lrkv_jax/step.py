@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from lrkv_jax import loss, sharding
-from lrkv_jax.optimizer import OptimizerConfig, make_optimizer
+from lrkv_jax.attention.base import AttentionConfig
+from lrkv_jax.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from lrkv_jax.settings import Settings
 from lrkv_jax.transformer import ModelConfig, Transformer
 
@@ -72,7 +74,8 @@ class Program:
     tokens: Tokens
     graph: nnx.GraphDef
     optimizer: optax.GradientTransformation
-    attention: Any
+    rate: optax.Schedule
+    attention: AttentionConfig
 
     def init_state(self, key: Array) -> TrainState:
         """Fresh parameters and optimizer state; under jit with shardings no device holds more than its part."""
@@ -136,11 +139,15 @@ class Program:
         return jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads), nats, count
 
     def train_step(self, state: TrainState, tokens: Int[Array, "B T1"]) -> tuple[TrainState, dict[str, Array]]:
-        """One optimizer step. Metrics: loss (nats/token) and global gradient norm before clipping."""
+        """One optimizer step. Metrics: loss (nats/token), global gradient norm before clipping, the matrices' rate."""
         grads, nats, count = self.gradient(state["params"], tokens)
         updates, opt = self.optimizer.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        metrics = {"loss": nats / jnp.maximum(count, 1), "grad_norm": optax.global_norm(grads)}
+        metrics = {
+            "loss": nats / jnp.maximum(count, 1),
+            "grad_norm": optax.tree.norm(grads),
+            "lr": self.rate(state["step"]),
+        }
         return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
     def eval_step(
@@ -156,12 +163,13 @@ class Program:
 
 
 def make_program(
-    model: ModelConfig, attention: Any, train: TrainConfig, optimizer: OptimizerConfig, tokens: Tokens
+    model: ModelConfig, attention: AttentionConfig, train: TrainConfig, optimizer: OptimizerConfig, tokens: Tokens
 ) -> Program:
     """The program of a run, from its configs; nothing is allocated."""
     abstract = nnx.eval_shape(lambda: Transformer(model, attention, nnx.Rngs(params=0)))
     graph, params = nnx.split(abstract)
-    return Program(model, train, tokens, graph, make_optimizer(optimizer, train.steps, params), attention)
+    rate = functools.partial(learning_rate, optimizer, train.steps)
+    return Program(model, train, tokens, graph, make_optimizer(optimizer, train.steps, params), rate, attention)
 
 
 def compile_train_step(program: Program, mesh: Mesh) -> tuple[TrainState, Any]:

@@ -1,0 +1,58 @@
+"""DataConfig: what text a run reads and how it is cut."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import pydantic
+
+from lrkv_jax.settings import Settings
+
+DEFAULT_CACHE = "~/.cache/lrkv_jax"
+
+Percent = Annotated[float, pydantic.Field(gt=0, lt=50)]
+
+
+class DataConfig(Settings):
+    """Corpus, tokenizer and context length."""
+
+    dataset: str = pydantic.Field("python_stdlib", min_length=1)
+    """`python_stdlib`, `python_stdlib/with_tests`, `text_files`, or any TFDS name with a text feature (lm1b, c4/en)."""
+    path: str = ""
+    """text_files: a .txt, .jsonl or .parquet file, or a folder of them. Other datasets: a folder that TFDS prepared, or
+    the folder of files that the builder cannot download itself (TFDS calls it manual_dir)."""
+    text_feature: str = "text"
+    """The feature (TFDS), key (.jsonl) or column (.parquet) that holds a document's text."""
+    validation_percent: Percent = 5.0
+    """Documents held out for validation, in percent, where the dataset has no validation split."""
+    test_percent: Percent = 5.0
+    """Documents held out for the test, in percent, where the dataset has no test split."""
+    tokenizer: str = ""
+    """A tokenizer.json to use. Empty: a byte-level BPE of `model.vocab` tokens, trained on the train split."""
+    begin_token: str = pydantic.Field("<|endoftext|>", min_length=1)
+    """Precedes a document. The same token as `end_token` (GPT-2's habit) is written once between documents."""
+    end_token: str = pydantic.Field("<|endoftext|>", min_length=1)
+    """Follows a document; predicted and scored like any other token."""
+    context: pydantic.PositiveInt = 256
+    """T: tokens a sequence."""
+    record_tokens: pydantic.PositiveInt = 8192
+    """M: tokens a record of the store, so that one store serves every context length that divides it."""
+    document_mask: bool = False
+    """Attention stays within a document and positions restart at each."""
+    cache_dir: str = DEFAULT_CACHE
+    """Where datasets, tokenizers and token stores are kept. The environment's LRKV_CACHE replaces the default."""
+
+    def model_post_init(self, _: object) -> None:
+        """Checks across fields."""
+        if self.record_tokens % self.context:
+            relation = "is longer than" if self.context > self.record_tokens else "must divide"
+            raise ValueError(f"data.context = {self.context} {relation} data.record_tokens = {self.record_tokens}")
+        if self.dataset == "text_files" and not self.path:
+            raise ValueError("data.path is empty: data.dataset = text_files needs a file or folder of text")
+
+    def cache(self) -> Path:
+        """The cache directory, resolved; it need not exist yet."""
+        given = os.environ.get("LRKV_CACHE", "") if self.cache_dir == DEFAULT_CACHE else ""
+        return Path(given or self.cache_dir).expanduser().absolute()

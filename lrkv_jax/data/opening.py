@@ -1,0 +1,90 @@
+"""open_store: finds the token store of a config in the cache, or makes it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from lrkv_jax.data.config import DataConfig
+from lrkv_jax.data.files import key_of, machine_refusals, only_process
+from lrkv_jax.data.split import TRAIN
+from lrkv_jax.data.store import FORMAT, MANIFEST, Store
+from lrkv_jax.data.tokenizer import TRAINING_BYTES, Tokenizer
+from lrkv_jax.settings import UserError
+
+if TYPE_CHECKING:
+    from lrkv_jax.data.corpus import Corpus
+
+
+def open_store(config: DataConfig, vocab: int, *, tokenizer: Path | None = None, progress: bool = True) -> Store:
+    """The token store of a config, made first where the cache has none: dataset, tokenizer, tokens.
+
+    `vocab` is the model's vocabulary, which the tokenizer must fit; `tokenizer` a run directory's own tokenizer.json,
+    which goes before `config.tokenizer` and training. Finished parts are kept, so a killed call goes on where it was,
+    and of two processes one waits. Progress goes to stderr.
+
+    Raises UserError for whatever is missing, damaged, malformed or refused by the machine.
+    """
+    from lrkv_jax.data.corpus import Corpus  # TFDS takes half a second to import, which --help need not wait for
+
+    cache = config.cache()
+    with machine_refusals(cache):
+        corpus = Corpus(config)
+        ready = _tokenizer(config, vocab, tokenizer, corpus)
+        directory = ready and _directory(config, corpus, ready)
+        if directory and (directory / MANIFEST).exists():
+            return Store(directory, config)  # needs no lock and no write: the cache may be read-only
+        name = config.dataset.replace("/", "-").replace(":", "-")
+        with only_process(cache / "locks" / name, f"{config.dataset} in {cache}"):
+            return _prepare(config, vocab, tokenizer, corpus, progress)
+
+
+def _prepare(config: DataConfig, vocab: int, given: Path | None, corpus: Corpus, progress: bool) -> Store:
+    from lrkv_jax.data.writing import write_store
+
+    corpus.prepare(progress)
+    tokenizer = _tokenizer(config, vocab, given, corpus)
+    if tokenizer is None:
+        tokenizer = Tokenizer.train(_training_texts(corpus, progress), vocab, config.begin_token, config.end_token)
+        tokenizer.save(_trained_path(config, vocab, corpus))
+    directory = _directory(config, corpus, tokenizer)
+    if not (directory / MANIFEST).exists():
+        write_store(directory, corpus, tokenizer, config.record_tokens, progress)
+    return Store(directory, config)
+
+
+def _tokenizer(config: DataConfig, vocab: int, given: Path | None, corpus: Corpus) -> Tokenizer | None:
+    """The tokenizer to use if it exists: the run's, the config's, or the one trained before."""
+    path = given or (Path(config.tokenizer).expanduser() if config.tokenizer else _trained_path(config, vocab, corpus))
+    if not path.exists() and not given and not config.tokenizer:
+        return None
+    tokenizer = Tokenizer.load(path, config.begin_token, config.end_token)
+    if tokenizer.vocab_size > vocab:
+        raise UserError(f"model.vocab = {vocab}: tokenizer {path} has {tokenizer.vocab_size} tokens")
+    return tokenizer
+
+
+def _trained_path(config: DataConfig, vocab: int, corpus: Corpus) -> Path:
+    key = key_of(corpus.key, vocab, config.begin_token, config.end_token)
+    return config.cache() / "tokenizers" / f"{key}.json"
+
+
+def _directory(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> Path:
+    key = key_of(FORMAT, corpus.key, tokenizer.sha256, tokenizer.begin_id, tokenizer.end_id, config.record_tokens)
+    return config.cache() / "stores" / f"{config.dataset.replace('/', '-').replace(':', '-')}-{key}"
+
+
+def _training_texts(corpus: Corpus, progress: bool) -> Iterator[str]:
+    size = 0
+    texts = corpus.documents(TRAIN)
+    for _, text in tqdm(
+        texts, "training the tokenizer", corpus.count(TRAIN), disable=not progress, unit=" documents", file=sys.stderr
+    ):
+        yield text.decode()
+        size += len(text)
+        if size >= TRAINING_BYTES:
+            return

@@ -1,0 +1,33 @@
+"""Builds a config's dataset, tokenizer and token store ahead of time.
+
+    python -m lrkv_jax.prepare --config configs/tiny.py
+
+It takes train.py's flags. Killed and started again it keeps what was finished; where all is there it only prints.
+"""
+
+from __future__ import annotations
+
+from lrkv_jax.config import parse_command
+from lrkv_jax.data import open_store
+from lrkv_jax.data.split import SPLITS
+from lrkv_jax.settings import command
+
+
+@command
+def main() -> int:
+    """Prepares and prints what there is."""
+    config = parse_command("python -m lrkv_jax.prepare", __doc__).config
+    store = open_store(config.data, config.model.vocab)
+    print(f"{store.directory}\nfingerprint {store.fingerprint}\ntokenizer   {store.tokenizer.vocab_size} tokens")
+    print(f"{'split':<12}{'documents':>12}{'tokens':>16}{'bytes':>16}")
+    for split in SPLITS:
+        counts = store.counts(split)
+        print(f"{split:<12}{counts.documents:>12,}{counts.tokens:>16,}{counts.bytes:>16,}")
+    print(
+        f"{store.records:,} records of {store.record_tokens:,} tokens; {store.dropped_tokens:,} train tokens left over"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    main()
