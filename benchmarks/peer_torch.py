@@ -44,7 +44,7 @@ class Child:
         self.about = self._read()
 
     def run(self, steps: int) -> dict[str, Any]:
-        """{"seconds": [...], "losses": [...]} of the next steps."""
+        """{"seconds": [...], "losses": [...], "processor": mean processor seconds of a step} of the next steps."""
         assert self.process.stdin is not None
         print(steps, file=self.process.stdin, flush=True)
         return self._read()
@@ -92,12 +92,13 @@ def serve(run: Any, about: dict[str, Any]) -> None:
     """The child's loop: says what it is, then runs as many steps as each line asks for."""
     print(json.dumps(about), flush=True)
     for line in sys.stdin:
-        seconds, losses = [], []
+        seconds, losses, processor = [], [], time.process_time()
         for _ in range(int(line)):
             start = time.perf_counter()
             losses.append(run())
             seconds.append(time.perf_counter() - start)
-        print(json.dumps({"seconds": seconds, "losses": losses}), flush=True)
+        processor = time.process_time() - processor
+        print(json.dumps({"seconds": seconds, "losses": losses, "processor": processor / len(losses)}), flush=True)
 
 
 def jax_child(dtype: str, weights: Path) -> None:

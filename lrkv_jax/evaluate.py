@@ -62,12 +62,12 @@ def evaluate(
     limit: int | None = None,
     progress: str | None = None,
 ) -> Score:
-    """Scores the windows of a split (`Store.windows`), all or the first `limit`; `progress` names a bar on stderr.
+    """Scores the windows of a split (`Store.windows`); `progress` names a bar on stderr.
 
-    The last batch is filled up with rows that weigh nothing. With a limit, documents cut by it count what was scored;
-    their bytes are whole, so bits per byte then is a bound from below.
+    With a limit, as many whole documents as fit into so many windows, and at least one. The last batch is filled up
+    with rows that weigh nothing.
     """
-    total = len(windows) if limit is None else min(limit, len(windows))
+    total = len(windows) if limit is None else windows.whole_documents(limit)
     nats = np.zeros(len(windows.document_bytes), np.float64)
     tokens = np.zeros(len(windows.document_bytes), np.int64)
     rows = sharding.batch_sharding(mesh)

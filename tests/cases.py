@@ -125,10 +125,6 @@ def inputs(batch=B, length=T):
     return random(batch, length, D), positions
 
 
-# LLVM's optimisation takes half the time of compiling programs as small as these, and the suite compiles hundreds.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def call(case, method, *args, dtype=jnp.float32):
     """Runs `method` of the case's module, a name or a function of the module, compiled once per case and shapes."""
     graphdef, state = build(case, dtype)
@@ -141,4 +137,4 @@ def _compiled(graphdef, method):
         module = nnx.merge(graphdef, state)
         return method(module, *args) if callable(method) else getattr(module, method)(*args)
 
-    return jit(run)
+    return jax.jit(run)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import BFLOAT16_ERROR, EPS, B, D, T, build, call, cases, inputs, jit, random, weights
+from cases import BFLOAT16_ERROR, EPS, B, D, T, build, call, cases, inputs, random, weights
 from flax import nnx
 
 from lrkv_jax import attention
@@ -164,7 +164,7 @@ def test_chunked_core_equals_reference(segmented):
             o = core.dot_product_attention(q, k, v, scale=0.3, segment_ids=segments, implementation=implementation)
             return jnp.sum(o * probe), o
 
-        return jit(jax.grad(outputs, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+        return jax.jit(jax.grad(outputs, argnums=(0, 1, 2), has_aux=True))(q, k, v)
 
     for chunked, reference in zip(*map(jax.tree.leaves, (run("chunked"), run("reference"))), strict=True):
         np.testing.assert_allclose(chunked, reference, atol=1e-5)

@@ -55,32 +55,24 @@ def stream_of(store: Store) -> np.ndarray:
     return np.concatenate([records[0][:1], *(record[1:] for record in records)])
 
 
-def texts_in(store: Store, ids: np.ndarray) -> list[str]:
-    """The documents of a stream, the last one possibly cut off."""
-    ends = np.flatnonzero(ids == store.tokenizer.end_id)
-    return [store.tokenizer.decode(piece[piece != store.tokenizer.end_id]) for piece in np.split(ids, ends + 1)]
-
-
 @pytest.mark.parametrize("begin", ["<|endoftext|>", "<|begin|>"])
 def test_store_holds_every_document_once(folder, begin):
     """Bugs: a document lost, doubled, cut at a record's edge, altered (line ends, special tokens), in two splits."""
     store = open_store(make(folder, begin_token=begin), VOCAB, progress=False)
-    stream = texts_in(store, stream_of(store))
-    strip = begin if begin != "<|endoftext|>" else ""
-    trained = [text.removeprefix(strip) for text in stream]
-    held_out = [
-        store.tokenizer.decode(sequence[1:-1])
-        for split in ("validation", "test")
-        for sequence in store.windows(split).sequences()
+    tokenizer, stream = store.tokenizer, stream_of(store)
+    framed = [] if begin == "<|endoftext|>" else [tokenizer.begin_id]
+    *trained, tail = np.split(stream, np.flatnonzero(stream == tokenizer.end_id) + 1)
+    assert all(piece[: len(framed)].tolist() == framed for piece in trained)
+    trained = [tokenizer.decode(piece[len(framed) : -1]) for piece in trained]
+    held_out = [tokenizer.decode(ids[1:-1]) for s in ("validation", "test") for ids in store.windows(s).sequences()]
+    assert len(trained) > 50
+    assert len(held_out) == sum(store.counts(split).documents for split in ("validation", "test")) >= 2
+    assert len({*trained, *held_out}) == len(trained) + len(held_out)
+    left_over = [
+        [*framed, *tokenizer.encode(text), tokenizer.end_id] for text in {*documents()} - {*trained, *held_out}
     ]
-    whole, cut = trained[:-1], trained[-1]
-    missing = set(documents()) - set(whole) - set(held_out)
-    assert len(whole) == len(set(whole))
-    assert len(held_out) == len(set(held_out)) == sum(store.counts(s).documents for s in ("validation", "test"))
-    assert not set(whole) & set(held_out)
-    assert store.dropped_tokens < M
-    assert all(text.startswith(cut) or not cut for text in list(missing)[:1])
-    assert sum(store.counts(split).documents for split in ("train", "validation", "test")) == len(documents())
+    assert sum(map(len, left_over)) == tail.size + store.dropped_tokens < 2 * M
+    assert any(ids[: tail.size] == tail.tolist() for ids in left_over)
 
 
 def test_counts_are_of_raw_text(store):
@@ -137,14 +129,14 @@ def test_each_epoch_covers_every_window_in_a_new_order(store):
     count = store.records * M // T
     batches = store.batches(1, seed=0)
     assert batches.sequences_per_epoch == count
-    assert count % 8
+    assert count % 7
     epochs = [[batches.batch_at(epoch * count + n)[0].tobytes() for n in range(count)] for epoch in range(2)]
     stream = stream_of(store)
     windows = [stream[at : at + T + 1].astype(np.int32).tobytes() for at in range(0, count * T, T)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(windows)
     assert epochs[0] != epochs[1]
-    straddling = store.batches(8, seed=0).batch_at(count // 8)
-    assert [row.tobytes() for row in straddling] == (epochs[0] + epochs[1])[count // 8 * 8 :][:8]
+    straddling = store.batches(7, seed=0).batch_at(count // 7)
+    assert [row.tobytes() for row in straddling] == (epochs[0] + epochs[1])[count // 7 * 7 :][:7]
 
 
 def test_background_iterator_passes_errors_on_and_ends(store, monkeypatch):
@@ -247,10 +239,10 @@ class Killed(BaseException):
     """Stands for kill -9: nothing of ours may catch it."""
 
 
-@pytest.mark.parametrize("die_at", [0, 1, 4, 9, 14])
+@pytest.mark.parametrize("die_at", [0, 1, 6, 14])
 def test_killed_preparation_goes_on_to_the_same_bytes(folder, tmp_path, monkeypatch, die_at):
     """Bugs: a finished shard is written again (or trusted half-written), the stream resumes at the wrong token."""
-    monkeypatch.setattr(writing, "SHARD_TOKENS", 8 * M)
+    monkeypatch.setattr(writing, "SHARD_TOKENS", 4 * M)
     whole = open_store(make(folder, cache_dir=str(tmp_path / "whole")), VOCAB, progress=False)
     calls = itertools.count()
     write_records, written = writing._write_records, []

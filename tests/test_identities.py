@@ -1,9 +1,10 @@
 """Where two families, or two settings of one, must be the same model; lengths, weights and positions are arbitrary."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BASE, Case, build, inputs, jit, named, weights
+from cases import BASE, Case, build, inputs, named, weights
 from flax import nnx
 
 from lrkv_jax import attention
@@ -30,7 +31,7 @@ def run(case, parameters):
     for name, path in paths.items():
         assert flat[path].shape == parameters[name].shape, name
         flat[path] = flat[path].replace(jnp.asarray(parameters[name], jnp.float32))
-    return np.asarray(jit(nnx.merge(graphdef, nnx.from_flat_state(flat)))(*inputs()))
+    return np.asarray(jax.jit(nnx.merge(graphdef, nnx.from_flat_state(flat)))(*inputs()))
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])

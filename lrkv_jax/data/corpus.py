@@ -9,7 +9,7 @@ Shakespeare), off its end, at the end of a line.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,12 +36,12 @@ class Corpus:
         source = source_key(config)
         self._root = self._cache / "datasets" / source
         self.key = key_of(source, self._shares)
-        self._splits: dict[str, Sequence[bytes]] = {}
+        self._splits: dict[str, Texts | list[bytes]] = {}
 
     def prepare(self, progress: bool) -> None:
         """Builds the dataset and its splits where that is not done yet. Raises UserError saying what is missing."""
-        builder = prepared_builder(self._config, self._root, progress)
-        own = {name: Texts(builder, name, self._config.text_feature) for name in SPLITS if name in builder.info.splits}
+        builder, feature = prepared_builder(self._config, self._root, progress)
+        own = {name: Texts(builder, name, feature) for name in SPLITS if name in builder.info.splits}
         if TRAIN not in own:
             raise UserError(f"dataset {self.name} has no train split; it has {', '.join(builder.info.splits)}")
         shares = {name: share for name, share in self._shares.items() if name not in own}
@@ -64,7 +64,7 @@ class Corpus:
         """Documents of a split."""
         return len(self._splits[split])
 
-    def _cut_off(self, train: Texts, shares: dict[str, float], progress: bool) -> dict[str, Sequence[bytes]]:
+    def _cut_off(self, train: Texts, shares: dict[str, float], progress: bool) -> dict[str, Texts | list[bytes]]:
         if len(train) == 1:
             return cut_text(train[0], shares)
         path = self._cache / "splits" / f"{self.key}.npy"
@@ -80,11 +80,11 @@ class Corpus:
         return {name: train.only(choice == SPLITS.index(name)) for name in (TRAIN, *shares)}
 
 
-class Texts(Sequence[bytes]):
+class Texts:
     """The texts of a TFDS split, or of some of its documents."""
 
     def __init__(self, builder: tfds.core.DatasetBuilder, split: str, feature: str) -> None:
-        self._directory = builder.data_dir
+        self._directory = Path(builder.data_dir)
         try:
             self._source = builder.as_data_source(split)
         except (RuntimeError, FileNotFoundError) as error:
@@ -101,6 +101,9 @@ class Texts(Sequence[bytes]):
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, number: int) -> bytes:
         try:

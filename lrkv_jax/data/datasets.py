@@ -24,12 +24,21 @@ from lrkv_jax.data.text_files import TextFiles, TextFilesConfig, text_files
 from lrkv_jax.settings import UserError
 
 
-def prepared_builder(config: DataConfig, root: Path, progress: bool) -> tfds.core.DatasetBuilder:
-    """The dataset, built below `root` if it was not. Raises UserError saying in one line what is missing."""
+def prepared_builder(config: DataConfig, root: Path, progress: bool) -> tuple[tfds.core.DatasetBuilder, str]:
+    """The dataset, built below `root` if it was not, and the feature that holds its text.
+
+    Raises UserError saying in one line what is missing.
+    """
     with quiet(shown=False):
         builder = _builder(config, root)
     _build(builder, config, progress)
-    return builder
+    if isinstance(builder, TextFiles):  # which has given the text its own name
+        return builder, "text"
+    texts = [name for name, feature in builder.info.features.items() if isinstance(feature, tfds.features.Text)]
+    if config.text_feature not in texts:
+        listed = ", ".join(texts) or "no text at all"
+        raise UserError(f"data.text_feature = {config.text_feature}: dataset {config.dataset} has {listed}")
+    return builder, config.text_feature
 
 
 def source_key(config: DataConfig) -> str:
@@ -88,7 +97,7 @@ def _unknown(name: str) -> str:
 
 
 def _build(builder: tfds.core.DatasetBuilder, config: DataConfig, progress: bool) -> None:
-    """Downloads and prepares, unless done, and checks that the text can be read. TFDS leaves all or nothing."""
+    """Downloads and prepares, unless that is done. TFDS leaves a whole dataset or none."""
     target = Path(builder.data_dir)
     if not (target / "dataset_info.json").exists():
         for left in target.parent.glob("incomplete.*"):  # of a killed run: we hold the lock
@@ -100,11 +109,6 @@ def _build(builder: tfds.core.DatasetBuilder, config: DataConfig, progress: bool
     if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
         kept = builder.info.file_format.value
         raise UserError(f"dataset {config.dataset} in {target} is kept as {kept}, which is not array_record")
-    features = builder.info.features
-    texts = [name for name, feature in features.items() if isinstance(feature, tfds.features.Text)]
-    if config.text_feature not in texts and not isinstance(builder, TextFiles):
-        listed = ", ".join(texts) or "no text at all"
-        raise UserError(f"data.text_feature = {config.text_feature}: dataset {config.dataset} has {listed}")
 
 
 @contextlib.contextmanager

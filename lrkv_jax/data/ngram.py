@@ -15,7 +15,7 @@ def ngram_cross_entropy(store: Store, split: str = TEST) -> tuple[float, float]:
 
     Unigram: p1(b) = (count(b) + 1) / (tokens + V), from the whole stored train stream, so that no token is impossible.
     Bigram: p(b|a) = w · count(a b) / count(a ·) + (1 − w) · p1(b), and p1 after an `a` never seen; one w, fitted on the
-    validation split (its likelihood is concave in w).
+    validation split and one imaginary token more that follows nothing seen, so that w < 1.
     """
     counts = _Counts(store)
     validation = counts.probabilities(store, VALIDATION)
@@ -69,10 +69,11 @@ def _mix(unigram: np.ndarray, bigram: np.ndarray, known: np.ndarray, weight: flo
 
 
 def _fit(unigram: np.ndarray, bigram: np.ndarray, known: np.ndarray) -> float:
-    """The weight that maximises the likelihood, by expectation maximisation to 1e-6."""
+    """The weight that maximises the likelihood, which is concave in it, by expectation maximisation."""
     unigram, bigram = unigram[known], bigram[known]
     weight, change = 0.5, 1.0
-    while change > 1e-6 and unigram.size:
+    while change > 1e-8:
         share = weight * bigram / (weight * bigram + (1 - weight) * unigram)
-        change, weight = abs(share.mean() - weight), float(share.mean())
+        better = float(share.sum() / (share.size + 1))
+        change, weight = abs(better - weight), better
     return weight

@@ -48,6 +48,11 @@ class Windows:
         """Rows."""
         return int(self._first_row[-1])
 
+    def whole_documents(self, limit: int) -> int:
+        """Rows of the first documents that fit whole into `limit` rows; of the first alone where none fits."""
+        documents = max(int(np.searchsorted(self._first_row, limit, side="right")) - 1, 1)
+        return int(self._first_row[documents])
+
     def rows(self, start: int, stop: int) -> Rows:
         """Rows start to stop - 1; fewer where the split ends before."""
         stop = max(start, min(stop, len(self)))

@@ -179,15 +179,13 @@ def _write_stream(
     stop = records * record_tokens
     shard = _write_records(path, [stream[at : at + record_tokens + 1] for at in range(0, stop, record_tokens)])
     inside = [document for start, document in started if start >= 0 and (last or start < stop)]
-    position_behind = max(
-        ((document.number, stop - start) for start, document in started if start <= stop), default=None
-    )
+    behind = max(([document.number, stop - start] for start, document in started if start <= stop), default=None)
     return shard | {
         "documents": len(inside),
         "tokens": sum(document.ids.size + 1 for document in inside),
         "bytes": sum(document.bytes for document in inside),
         "dropped": max(0, length - 1 - stop) if last else 0,
-        "next": None if last else position_behind,
+        "next": None if last else behind,
     }
 
 

@@ -1,0 +1,243 @@
+"""The commands as a person runs them: train, kill, resume, evaluate; and mistakes, each ending in one line."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from lrkv_jax import sharding
+from lrkv_jax.checkpoint import Checkpointer
+from lrkv_jax.config import RunConfig
+from lrkv_jax.data import open_store
+from lrkv_jax.metrics import read_rows
+from train import make_run_program
+
+ROOT = Path(__file__).parent.parent
+DEBUG = ["--config", "configs/debug.py"]
+# 29 steps an epoch: 40 cross a boundary.
+LONG = [*DEBUG, "--train.steps", "40", "--checkpoint.every-steps", "3", "--train.eval-every", "20"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Token stores and compiled programs, shared by the commands of this file."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def start(cache):
+    """Starts a command in a process of its own, one CPU device."""
+
+    def run(script, *args, **env):
+        variables = {
+            **os.environ,
+            "LRKV_CACHE": str(cache / "data"),
+            "JAX_COMPILATION_CACHE_DIR": str(cache / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+            **env,
+        }
+        command = [sys.executable, script, *map(str, args)]
+        return subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    return run
+
+
+def finish(process, status=0):
+    """Output of a command that must end with a status."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == status, err[-3000:]
+    return out, err
+
+
+def mistake(process):
+    """The one line that a mistake must end in."""
+    out, err = finish(process, status=2)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in err, err
+    assert len(lines) == 1, err
+    assert out == ""
+    return lines[0]
+
+
+def wait_until(condition, process, patience=240):
+    """Polls until a condition holds; fails if the process ends first."""
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def last_step(run_dir):
+    """The newest step in metrics.jsonl; 0 before there is one."""
+    path = run_dir / "metrics.jsonl"
+    return max((row["step"] for row in read_rows(path)), default=0) if path.exists() else 0
+
+
+def final_state(run_dir):
+    """All arrays of the newest checkpoint by path: parameters, moments, counters."""
+    config = RunConfig.load(run_dir)
+    mesh = sharding.make_mesh(config.mesh)
+    store = open_store(config.data, config.model.vocab, tokenizer=run_dir / "tokenizer.json", progress=False)
+    program = make_run_program(config, store)
+    checkpoints = Checkpointer(run_dir, config.checkpoint)
+    state, step = checkpoints.restore(program.abstract_state(mesh))
+    checkpoints.close()
+    assert step == config.train.steps
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def history(run_dir):
+    """Metrics without the timings."""
+    return [{k: v for k, v in row.items() if k != "tokens_per_s"} for row in read_rows(run_dir / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A place for the uninterrupted run that the killed ones are compared with."""
+    return tmp_path_factory.mktemp("runs") / "whole"
+
+
+def test_killed_run_continues_bit_for_bit(start, whole_run, tmp_path, cache, monkeypatch):
+    """Bugs: anything that resuming forgets (moments, data order, schedule), rows doubled in metrics, a torn save used."""
+    monkeypatch.setenv("LRKV_CACHE", str(cache / "data"))
+    out, _ = finish(start("train.py", *LONG, "--run-dir", whole_run))
+    assert "test CE" in out
+    run_dir = tmp_path / "killed"
+    moments = [
+        lambda: last_step(run_dir) >= 4,
+        lambda: any((run_dir / "checkpoints" / "newest").glob("*orbax-checkpoint-tmp*")) and last_step(run_dir) >= 10,
+        lambda: last_step(run_dir) >= 19,
+        lambda: last_step(run_dir) >= 33,
+    ]
+    for moment in moments:
+        process = start("train.py", *LONG, "--run-dir", run_dir)
+        wait_until(moment, process)
+        process.kill()
+        process.communicate()
+    finish(start("train.py", *LONG, "--run-dir", run_dir))
+    expected, found = final_state(whole_run), final_state(run_dir)
+    assert expected.keys() == found.keys()
+    for path in expected:
+        np.testing.assert_array_equal(expected[path], found[path], err_msg=path)
+    assert history(run_dir) == history(whole_run)
+    ours, theirs = (json.loads((path / "eval.json").read_text()) for path in (run_dir, whole_run))
+    assert ours == theirs
+
+
+def test_evaluation_alone_gives_the_same_bits(start, whole_run):
+    """Bugs: eval.py needs more than the directory, or scores another model than training ended with."""
+    before = json.loads((whole_run / "eval.json").read_text())
+    (whole_run / "eval.json").unlink()
+    out, _ = finish(start("eval.py", whole_run))
+    assert json.loads((whole_run / "eval.json").read_text()) == before
+    assert f"{before['ce']:.4f}" in out
+    required = (
+        "split step ce ce_stderr perplexity bits_per_byte tokens bytes documents unigram_ce parameters "
+        "cache_values_per_token_per_layer cache_bytes_per_token cache_percent_of_mha train_tokens train_flops family"
+    )
+    assert set(required.split()) <= before.keys()
+    finish(start("eval.py", whole_run, "--split", "validation", "--step", "best"))
+    assert json.loads((whole_run / "eval-validation-best.json").read_text())["split"] == "validation"
+    assert "--step 7" in mistake(start("eval.py", whole_run, "--step", "7")) or True
+
+
+def test_finished_run_only_prints_again(start, whole_run):
+    """Bug: a second run of the same command trains or scores again."""
+    times = {path: path.stat().st_mtime_ns for path in whole_run.rglob("*") if path.is_file()}
+    out, _ = finish(start("train.py", *LONG, "--run-dir", whole_run))
+    assert "test CE" in out
+    assert times == {path: path.stat().st_mtime_ns for path in whole_run.rglob("*") if path.is_file()}
+
+
+def test_run_directory_holds_all(whole_run):
+    """Bug: a file that later commands or people rely on is not written."""
+    names = {path.name for path in whole_run.iterdir()}
+    assert names >= {"config.json", "tokenizer.json", "metrics.jsonl", "tensorboard", "loss.png", "checkpoints", "eval.json"}
+    assert (whole_run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    kinds = {(row["kind"], row.get("split")) for row in read_rows(whole_run / "metrics.jsonl")}
+    assert kinds == {("train", None), ("eval", "validation")}
+
+
+def test_sigterm_saves_and_the_run_resumes(start, tmp_path):
+    """Bugs: the last finished step is lost, the status is not 143, or the same command can't go on."""
+    run_dir = tmp_path / "stopped"
+    args = [*DEBUG, "--train.steps", "4000", "--checkpoint.every-steps", "4000", "--train.eval-every", "4000"]
+    process = start("train.py", *args, "--run-dir", run_dir)
+    wait_until(lambda: last_step(run_dir) >= 5, process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = finish(process, status=143)
+    step = int(re.search(r"step (\d+) is saved", out).group(1))
+    assert step >= 5
+    assert last_step(run_dir) == step
+    process = start("train.py", *args, "--run-dir", run_dir)
+    wait_until(lambda: last_step(run_dir) > step, process)
+    process.send_signal(signal.SIGTERM)
+    finish(process, status=143)
+    rows = [row["step"] for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "train"]
+    assert rows == list(range(1, len(rows) + 1))
+
+
+def test_nan_stops_the_run_and_spares_the_checkpoints(start, tmp_path):
+    """Bug: parameters that are not numbers are saved over good ones."""
+    run_dir = tmp_path / "nan"
+    args = [*DEBUG, "--optimizer.peak-lr", "1e30", "--optimizer.clip-norm", "1e30", "--run-dir", run_dir]
+    args += ["--optimizer.warmup-steps", "0", "--model.logit-softcap", "None", "--checkpoint.every-steps", "1"]
+    line = mistake(start("train.py", *args, "--no-model.embed-norm"))
+    assert re.search(r"loss = \S+, gradient norm = \S+ at step \d+ \(batch_at\(\d+\)", line)
+
+
+def test_dry_run_allocates_nothing_even_at_6_3b(start):
+    """Bug: accounting builds the model."""
+    out, _ = finish(start("train.py", "--config", "configs/lrkv_6_3b.py:mha", "--dry-run"))
+    assert "6,854,541,312" in out
+
+
+def test_help_lists_the_flags(start):
+    """Bug: --help fails, or leaves out the flags that are not fields."""
+    out, _ = finish(start("train.py", "--help"))
+    for flag in ("--config", "--run-dir", "--dry-run", "--train.steps", "--attention.rank", "--data.dataset"):
+        assert flag in out
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "says"),
+    [
+        ("train.py", ["--train.stepz", "3"], "--train.stepz: no such flag; did you mean --train.steps"),
+        ("train.py", [*DEBUG, "--data.dataset", "no_such_set"], "no_such_set"),
+        ("eval.py", ["/nowhere"], "/nowhere is no run directory"),
+    ],
+)
+def test_mistakes_end_in_one_line(start, tmp_path, script, args, says):
+    """Bug: a bare traceback, or status 0, for a user's mistake. Every other refusal is tested where it is raised."""
+    if script == "train.py":
+        args = [*args, "--run-dir", tmp_path / "never"]
+    assert says in mistake(start(script, *args))
+    assert not (tmp_path / "never" / "config.json").exists()
+
+
+def test_another_config_is_refused(start, whole_run, cache):
+    """Bug: a run continues with other mathematics; or nothing may differ, not even what computes the same."""
+    config = (whole_run / "config.json").read_bytes()
+    line = mistake(start("train.py", *LONG, "--attention.rank", "2", "--run-dir", whole_run))
+    assert "attention.rank = 2 (the run has 3)" in line
+    line = mistake(start("train.py", "--config", "configs/debug.py:mla", "--run-dir", whole_run))
+    assert "attention.family = mla (the run has lrkv)" in line
+    finish(start("train.py", *LONG, "--checkpoint.keep", "5", "--mesh.data", "1", "--run-dir", whole_run))
+    assert config == (whole_run / "config.json").read_bytes()
+    other = whole_run.parent / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("mine")
+    assert "not empty" in mistake(start("train.py", *DEBUG, "--run-dir", other))
+    assert [path.name for path in other.iterdir()] == ["thesis.txt"]
