@@ -9,7 +9,6 @@ The same command again on a run directory resumes it; on a finished run it print
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 from pathlib import Path
 from types import FrameType
@@ -23,7 +22,7 @@ from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig, parse_command
 from lrkv_jax.data import Store
 from lrkv_jax.evaluate import evaluate, make_eval_step
-from lrkv_jax.metrics import Metrics
+from lrkv_jax.metrics import Metrics, NotFinite
 from lrkv_jax.settings import UserError, command
 from lrkv_jax.step import Program, Tokens, compile_train_step, make_program
 
@@ -56,7 +55,9 @@ def main() -> int:
         with jax.set_mesh(mesh):
             state, step = fit(config, run_dir, store, program, mesh, stopped)
             if stopped.signal:
-                print(f"stopped by {signal.Signals(stopped.signal).name}; step {step} is saved, the same command resumes")
+                print(
+                    f"stopped by {signal.Signals(stopped.signal).name}; step {step} is saved, the same command resumes"
+                )
                 return 128 + stopped.signal
             result = report.score(config, program, state["params"], step, store, mesh, "test")
         rundir.write_json(result_path, result)
@@ -84,50 +85,41 @@ def fit(
     train = config.train
     abstract, train_step = compile_train_step(program, mesh)
     eval_step = make_eval_step(program, mesh)
-    batches = store.batches(train.batch_size, train.seed)
     rows = sharding.batch_sharding(mesh)
-    lag = 0 if jax.default_backend() == "cpu" else 1  # fake CPU devices deadlock when steps pile up
+    batches = store.batches(train.batch_size, train.seed)
+    log_options = {"steps": train.steps, "tokens_per_step": train.batch_size * config.data.context}
+    # Fake CPU devices deadlock when steps pile up; elsewhere the host runs one step ahead.
+    log_options["lag"] = 0 if jax.default_backend() == "cpu" else 1
 
     with contextlib.closing(Checkpointer(run_dir, config.checkpoint)) as checkpoints:
-        state, start = checkpoints.restore(abstract) or (fresh(program, abstract, train.seed), 0)
-        with (
-            Metrics(run_dir, step=start, steps=train.steps, tokens_per_step=train.batch_size * config.data.context) as log,
-            contextlib.closing(batches.iterate(start)) as stream,
-        ):
-            waiting: list[tuple[int, dict[str, Any]]] = []
-
-            def settle(keep: int) -> None:
-                """Fetches, checks and logs the metrics of all but the newest `keep` steps."""
-                while len(waiting) > keep:
-                    number, metrics = waiting.pop(0)
-                    loss, norm, lr = (float(metrics[name]) for name in ("loss", "grad_norm", "lr"))
-                    if not (math.isfinite(loss) and math.isfinite(norm)):
-                        raise UserError(
-                            f"loss = {loss}, gradient norm = {norm} at step {number} (batch_at({number - 1}), seed "
-                            f"{train.seed}): nothing was saved after step {checkpoints.steps()[-1:] or 'none'}; try a lower "
-                            f"optimizer.peak_lr = {config.optimizer.peak_lr} or a longer warm-up"
-                        )
-                    log.train(number, loss=loss, lr=lr, grad_norm=norm)
-
-            step = start
-            while step < train.steps and not stopped.signal:
-                state, metrics = train_step(state, jax.device_put(next(stream), rows))
-                step += 1
-                waiting.append((step, metrics))
-                settle(lag)
-                if step % train.eval_every == 0 or step == train.steps:
-                    settle(0)
-                    score = evaluate(
-                        eval_step, state["params"], store.windows("validation"), train.batch_size, mesh, limit=train.eval_windows
-                    ).summary()
-                    log.evaluation(step, "validation", score["ce"], score["bits_per_byte"])
-                    checkpoints.save_best(step, state, score["ce"])
-                if step % config.checkpoint.every_steps == 0 or step == train.steps:
-                    settle(0)
-                    checkpoints.save(step, state)
-            settle(0)
-            checkpoints.save(step, state)
-        checkpoints.wait()
+        state, step = checkpoints.restore(abstract) or (fresh(program, abstract, train.seed), 0)
+        stream = contextlib.closing(batches.iterate(step))
+        try:
+            with stream as batch, Metrics(run_dir, step=step, **log_options) as log:
+                while step < train.steps and not stopped.signal:
+                    state, metrics = train_step(state, jax.device_put(next(batch), rows))
+                    step += 1
+                    log.train(step, metrics)
+                    if step % train.eval_every == 0 or step == train.steps:
+                        log.settle()
+                        windows = store.windows("validation")
+                        found = evaluate(
+                            eval_step, state["params"], windows, train.batch_size, mesh, limit=train.eval_windows
+                        ).summary()
+                        log.evaluation(step, "validation", found["ce"], found["bits_per_byte"])
+                        checkpoints.save_best(step, state, found["ce"])
+                    if step % config.checkpoint.every_steps == 0:
+                        log.settle()
+                        checkpoints.save(step, state)
+                log.settle()
+                checkpoints.save(step, state)
+        except NotFinite as error:
+            kept = checkpoints.steps()
+            raise UserError(
+                f"{', '.join(f'{name} = {value}' for name, value in error.values.items())} at step {error.step} "
+                f"(batch_at({error.step - 1}) of train.seed = {train.seed}); last good checkpoint: "
+                f"{f'step {kept[-1]}' if kept else 'none'}. Try a lower optimizer.peak_lr or more warm-up"
+            ) from None
     return state, step
 
 

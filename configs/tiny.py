@@ -12,8 +12,8 @@ What `--dry-run` prints, and the final test cross-entropy to expect (nats/token,
     mqa         3,096,576              1,024      16.7       3.455e+13             -
     mla         3,207,168                864      14.1       3.722e+13             -
 
-float32, since the speed of bfloat16 differs between laptop CPUs. Rates by a short look at one seed of LRKV, not tuned by
-family (docs/log.md). Two cores of a shared cloud CPU: 5 to 8 minutes.
+float32, since the speed of bfloat16 differs between laptop CPUs. The rates are the paper's for Muon, its embedding rate
+lowered to the matrices'; they were tuned for no family. Two cores of a shared cloud CPU: 5 to 8 minutes.
 """
 
 from lrkv_jax.attention import gqa, lrkv, mla

@@ -44,7 +44,7 @@ class Accounts(NamedTuple):
 def accounts(config: RunConfig) -> Accounts:
     """The accounts of a run's model."""
     params = abstract_parameters(config)
-    sizes = {role: 0 for role in ("embed", "unembed", "matrix", "vector")}
+    sizes = dict.fromkeys(("embed", "unembed", "matrix", "vector"), 0)
     for param in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, nnx.Param)):
         sizes[param.role] += math.prod(param.get_value().shape)
     values, size = cache_per_token(config.model, config.attention)
@@ -139,6 +139,7 @@ def dry_run(config: RunConfig) -> str:
         f"{found.cache_bytes_per_token:,} bytes/token ({config.model.dtype}), "
         f"{found.cache_percent_of_mha:.1f} % of MHA",
         "training tokens": f"{tokens:,}",
-        "training FLOPs": f"{found.train_flops_per_token:.4g} per token, {found.train_flops_per_token * tokens:.4g} in all",
+        "training FLOPs": f"{found.train_flops_per_token:.4g} per token, "
+        f"{found.train_flops_per_token * tokens:.4g} in all",
     }
     return "\n".join(f"{name:<16} {value}" for name, value in rows.items())

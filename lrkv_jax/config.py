@@ -88,18 +88,24 @@ class RunConfig(Settings):
 
     def check_resume(self, saved: RunConfig, run_dir: Path) -> None:
         """Raises UserError naming the fields that differ from the run's own and may not."""
-        ours, theirs = (flatten(json.loads(config.model_dump_json(exclude=set(FREE_ON_RESUME)))) for config in (self, saved))
+        ours, theirs = (
+            flatten(json.loads(config.model_dump_json(exclude=set(FREE_ON_RESUME)))) for config in (self, saved)
+        )
         fields = [key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)]
         if fields:
             listed = ", ".join(f"{key} = {ours.get(key)} (the run has {theirs.get(key)})" for key in sorted(fields))
-            raise UserError(f"{run_dir} is a run of another config: {listed}. Use another --run-dir, or the same values")
+            raise UserError(
+                f"{run_dir} is a run of another config: {listed}. Use another --run-dir, or the same values"
+            )
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one, keys joined by dots."""
     if not isinstance(tree, dict):
         return {prefix: tree}
-    return {key: value for name, sub in tree.items() for key, value in flatten(sub, f"{prefix}.{name}".strip(".")).items()}
+    return {
+        key: value for name, sub in tree.items() for key, value in flatten(sub, f"{prefix}.{name}".strip(".")).items()
+    }
 
 
 class Command(NamedTuple):

@@ -14,28 +14,50 @@ from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 
-class Metrics:
-    """Writer of one run's metrics. Opening it at step n drops what an earlier, longer attempt wrote beyond n."""
+class NotFinite(ArithmeticError):
+    """A loss or gradient norm that is no number; `step` (from 1) says where, `values` holds what was measured."""
 
-    def __init__(self, run_dir: Path, *, step: int, steps: int, tokens_per_step: int):
+    def __init__(self, step: int, values: dict[str, float]):
+        super().__init__(f"{values} at step {step}")
+        self.step, self.values = step, values
+
+
+class Metrics:
+    """Writer of one run's metrics. Opening it at step n drops what an earlier, longer attempt wrote beyond n.
+
+    The newest `lag` steps stay on the device until later ones are under way, so that the host never stalls it.
+    """
+
+    def __init__(self, run_dir: Path, *, step: int, steps: int, tokens_per_step: int, lag: int = 0):
         path = run_dir / "metrics.jsonl"
         drop_rows_after(path, step)
-        self._tokens_per_step = tokens_per_step
+        self._tokens_per_step, self._lag = tokens_per_step, lag
+        self._waiting: list[tuple[int, dict[str, Any]]] = []
         self._file = path.open("a")
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
         self._bar = tqdm(total=steps, initial=step, desc="train", unit="step", dynamic_ncols=True)
         self._clock = time.perf_counter()
         self._rate = math.nan
 
-    def train(self, step: int, *, loss: float, lr: float, grad_norm: float) -> None:
-        """One finished step (counted from 1). tokens/s is smoothed over about ten steps, on the bar alone."""
-        now = time.perf_counter()
-        rate = self._tokens_per_step / max(now - self._clock, 1e-9)
-        self._clock = now
-        self._rate = rate if math.isnan(self._rate) else 0.9 * self._rate + 0.1 * rate
-        self._write("train", step, {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens_per_s": round(rate, 1)})
-        self._bar.set_postfix_str(f"loss {loss:.3f}, {self._rate:,.0f} tokens/s", refresh=False)
-        self._bar.update(step - self._bar.n)
+    def train(self, step: int, values: dict[str, Any]) -> None:
+        """Takes the metrics of one step (counted from 1): `loss`, `lr`, `grad_norm`, as scalars or scalar arrays."""
+        self._waiting.append((step, values))
+        self.settle(self._lag)
+
+    def settle(self, lag: int = 0) -> None:
+        """Fetches and writes all but the newest `lag` steps. Raises NotFinite at the first that is no number."""
+        while len(self._waiting) > lag:
+            step, values = self._waiting.pop(0)
+            values = {name: float(values[name]) for name in ("loss", "lr", "grad_norm")}
+            if not all(map(math.isfinite, values.values())):
+                raise NotFinite(step, values)
+            now = time.perf_counter()
+            rate = self._tokens_per_step / max(now - self._clock, 1e-9)
+            self._clock = now
+            self._rate = rate if math.isnan(self._rate) else 0.9 * self._rate + 0.1 * rate
+            self._write("train", step, {**values, "tokens_per_s": round(rate, 1)})
+            self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {self._rate:,.0f} tokens/s", refresh=False)
+            self._bar.update(step - self._bar.n)
 
     def evaluation(self, step: int, split: str, ce: float, bits_per_byte: float) -> None:
         """A score on a held-out split."""

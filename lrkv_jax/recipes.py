@@ -19,9 +19,7 @@ def paper(*, layers: int, width: int, tokens: float, context: int = 2048) -> Run
     """
     steps = round(tokens / TOKENS_PER_BATCH)
     return RunConfig(
-        model=ModelConfig(
-            layers=layers, width=width, vocab=50304, dtype="bfloat16", scan_layers=True, remat="full"
-        ),
+        model=ModelConfig(layers=layers, width=width, vocab=50304, dtype="bfloat16", scan_layers=True, remat="full"),
         data=DataConfig(dataset="huggingface:HuggingFaceFW__fineweb-edu/sample-100BT", context=context),
         optimizer=OptimizerConfig(
             name="muon",

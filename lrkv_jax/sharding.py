@@ -76,9 +76,7 @@ def spec(axes: tuple[str | None, ...]) -> P:
     return P(*entries)
 
 
-def sharding_of(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: Mesh | AbstractMesh
-) -> NamedSharding:
+def sharding_of(shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Sharding of one array; key/value heads that a mesh axis doesn't divide are replicated, all else must divide."""
     entries = []
     for size, name, entry in zip(shape, axes, spec(axes), strict=True):

@@ -150,9 +150,7 @@ class Program:
         }
         return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
-    def eval_step(
-        self, params: nnx.State, inputs: Int[Array, "B T"], labels: Int[Array, "B T"]
-    ) -> Float[Array, "B T"]:
+    def eval_step(self, params: nnx.State, inputs: Int[Array, "B T"], labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
         """Nats of each label, for rows that hold one document each."""
         model = nnx.merge(self.graph, params)
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :], inputs.shape)

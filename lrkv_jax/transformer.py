@@ -153,7 +153,11 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
         return nnx.state(make(nnx.Rngs(params=key)))
 
     def relabel(param: nnx.Param) -> nnx.Param:
-        labels = {name: tuple(i + 1 for i in getattr(param, name)) for name in ("reduce", "output") if name in param.get_metadata()}
+        labels = {
+            name: tuple(i + 1 for i in getattr(param, name))
+            for name in ("reduce", "output")
+            if name in param.get_metadata()
+        }
         for name, value in {"axes": ("layers", *param.axes), **labels}.items():
             param.set_metadata(name, value)
         return param

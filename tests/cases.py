@@ -74,7 +74,8 @@ def cases(brief=False, **options):
                 found.append(Case(family, config, f"{family}-{shape}"))
         else:
             try:
-                found.append(Case(family, module.Config(), f"{family}-default"))
+                known = {name: value for name, value in options.items() if name in module.Config.model_fields}
+                found.append(Case(family, module.Config(**known), f"{family}-default"))
             except pydantic.ValidationError:
                 found.append(Case(family, None, f"{family}-unknown"))
     marks = "".join(f"-{name}" for name, value in options.items() if value)

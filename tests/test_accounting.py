@@ -20,7 +20,10 @@ MODEL = ModelConfig(layers=3, width=64, vocab=64, dtype="bfloat16")
 PERCENT = [
     (gqa.Config(**HEADS, kv_heads=3), 50.0),
     (gqa.Config(**HEADS, kv_heads=1), 16.7),
-    *[(lrkv.Config(**HEADS, rank=r), p) for r, p in ((8, 22.9), (16, 29.2), (32, 41.7), (46, 52.6), (64, 66.7), (128, 116.7))],
+    *[
+        (lrkv.Config(**HEADS, rank=r), p)
+        for r, p in ((8, 22.9), (16, 29.2), (32, 41.7), (46, 52.6), (64, 66.7), (128, 116.7))
+    ],
 ]
 
 

@@ -64,7 +64,7 @@ def test_attend_sees_its_lengths_exactly(case):
     x, positions = inputs(length=SLOTS)
     q, cache, k, v = jax.tree.map(np.array, call(case, query_compress_expand, x, positions))
     q = q[:, :3]
-    lengths = jnp.array([[1, SLOTS - 2, 6], [10, 5, 2]], jnp.int32)
+    lengths = jnp.array([[1, SLOTS, 6], [10, 5, 2]], jnp.int32)  # SLOTS: into the last, short block
     o = np.asarray(call(case, attend, q, cache, positions, lengths))
 
     scale = nnx.merge(*build(case)).scale

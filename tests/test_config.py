@@ -65,7 +65,10 @@ def test_headers_tell_what_dry_run_prints(path):
         ("--config configs/tiny.py:gqa --attention.kv-heads 4", "attention.kv_heads = 4: must divide heads = 6"),
         ("--config configs/tiny.py:gqa --attention.rotary-dim 5", "attention.rotary_dim = 5: must be even"),
         ("--config configs/tiny.py:gqa --attention.rotary-dim 64", "between 0 and head_dim = 32"),
-        ("--config configs/tiny.py:mla --attention.head-dim 6", "rotary_dim = 3 (the default, head_dim / 2): must be even"),
+        (
+            "--config configs/tiny.py:mla --attention.head-dim 6",
+            "rotary_dim = 3 (the default, head_dim / 2): must be even",
+        ),
         ("--train.batch-size 10 --train.microbatches 3", "train.microbatches = 3: must divide batch_size = 10"),
         ("--train.loss-chunks 7", "train.loss_chunks = 7: must divide data.context = 256"),
         ("--train.steps 0", "train.steps = 0: must be at least 1"),
@@ -88,7 +91,9 @@ def test_refusals_are_one_line(args, says):
 
 def test_flags_override_fields():
     """Bugs: a flag that doesn't reach its field, `None` or a switch not understood."""
-    args = "--model.logit-softcap None --model.scan-layers --attention.rank 3 --data.context=512 --optimizer.peak-lr 1e-3"
+    args = (
+        "--model.logit-softcap None --model.scan-layers --attention.rank 3 --data.context=512 --optimizer.peak-lr 1e-3"
+    )
     config = parse_command("train.py", "", args.split()).config
     assert config.model.logit_softcap is None
     assert config.model.scan_layers

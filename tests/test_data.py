@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import numpy as np
 import pydantic
 import pytest
 
+from lrkv_jax import prepare
 from lrkv_jax.data import DataConfig, Store, Tokenizer, open_store, writing
 from lrkv_jax.settings import UserError
 
@@ -235,6 +237,17 @@ def test_small_shards_hold_the_same_stream(folder, store, tmp_path, monkeypatch)
     assert many.dropped_tokens == store.dropped_tokens
 
 
+def test_shards_that_end_with_a_document(tmp_path, monkeypatch):
+    """Bug: a document that begins where a shard ends is counted in both, or in none."""
+    write_jsonl(tmp_path / "docs.jsonl", [f"{n:0{T - 1}}" for n in range(60)])  # T ids each, with the end
+    config = make(tmp_path, record_tokens=T)
+    counts = open_store(config, 257, progress=False).counts("train")
+    monkeypatch.setattr(writing, "SHARD_TOKENS", 2 * T)
+    many = open_store(config.model_copy(update={"cache_dir": str(tmp_path / "many")}), 257, progress=False)
+    assert len(list(many.directory.glob("train-*.array_record"))) > 20
+    assert many.counts("train") == counts == (counts.documents, counts.documents * T, counts.documents * (T - 1))
+
+
 class Killed(BaseException):
     """Stands for kill -9: nothing of ours may catch it."""
 
@@ -309,18 +322,19 @@ def test_damaged_store_is_named(folder, tmp_path, damage):
             (directory / "tokenizer.json").write_text((directory / "tokenizer.json").read_text() + " ")
         case "index":
             (directory / "test-00000.npy").unlink()
-    with pytest.raises(UserError, match=f"{directory} is damaged.*[Dd]elete it.*prepare"):
+    reason = "is missing" if damage in ("missing", "index") else "bytes instead of" if damage == "short" else ""
+    with pytest.raises(UserError, match=f"{directory} is damaged.*{reason}.*Delete it.*prepare"):
         open_store(config, VOCAB, progress=False).batches(64, 0).batch_at(0)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context": 24}, "data.context = 24 must divide data.record_tokens = 64"),
-        ({"context": 128}, "data.context = 128 is longer than data.record_tokens = 64"),
+        ({"context": 24}, "context = 24 must divide record_tokens = 64"),
+        ({"context": 128}, "context = 128 is longer than record_tokens = 64"),
         ({"context": 0}, "greater than 0"),
         ({"test_percent": 60}, "less than 50"),
-        ({"path": ""}, "data.path is empty"),
+        ({"path": ""}, "path is empty"),
         ({"end_token": ""}, "at least 1 character"),
     ],
 )
@@ -334,3 +348,20 @@ def test_cache_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("LRKV_CACHE", str(tmp_path / "env"))
     assert DataConfig().cache() == tmp_path / "env"
     assert DataConfig(cache_dir=str(tmp_path)).cache() == tmp_path
+
+
+def test_prepare_command(folder, store, monkeypatch, capsys):
+    """Bugs: the command ignores its flags, or makes another store than training opens; a refusal is a traceback."""
+    root = pathlib.Path(__file__).parents[1]
+    flags = [f"--data.{k.replace('_', '-')}={v}" for k, v in make(folder).model_dump().items() if v not in ("", False)]
+    command = ["prepare", "--config", str(root / "configs" / "debug.py"), f"--model.vocab={VOCAB}"]
+    monkeypatch.setattr(sys, "argv", [*command, *flags])
+    with pytest.raises(SystemExit) as done:
+        prepare.main()
+    assert not done.value.code
+    assert store.fingerprint in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, *flags, "--data.path=/nowhere"])
+    with pytest.raises(SystemExit) as refused:
+        prepare.main()
+    assert refused.value.code == 2
+    assert capsys.readouterr().err == "error: data.path = /nowhere: no such file or folder\n"

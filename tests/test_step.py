@@ -2,7 +2,6 @@
 
 import chex
 import jax
-import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from models import BEGIN, FAMILIES, B, T, batch, program
 from lrkv_jax import sharding
 from lrkv_jax.sharding import MeshConfig
 from lrkv_jax.step import Tokens, compile_train_step
+
 
 def run(prog, mesh_config=None, steps=3):
     """Losses of some steps on a mesh (None: one device without a mesh), and the last parameters."""
@@ -81,12 +81,12 @@ def test_document_mask_scores_documents_as_if_alone(family):
     for row in range(1, 3):
         start = int(np.flatnonzero(np.asarray(tokens[row]) == BEGIN)[-1])
         alone = tokens[row : row + 1, start:]
-        np.testing.assert_allclose(
-            logits[row, start:], model(alone, models.positions(alone))[0], atol=2e-5
-        )
+        np.testing.assert_allclose(logits[row, start:], model(alone, models.positions(alone))[0], atol=2e-5)
 
 
-@pytest.mark.parametrize("options", [{"scan_layers": False}, {"remat": "full"}, {"remat": "dots", "scan_layers": False}])
+@pytest.mark.parametrize(
+    "options", [{"scan_layers": False}, {"remat": "full"}, {"remat": "dots", "scan_layers": False}]
+)
 def test_how_layers_run_changes_nothing(options):
     """Bug: a scan that feeds layers another's weights; a remat that recomputes something else."""
     plain, other = program(), program(**options)
@@ -104,7 +104,7 @@ MESHES = {"8x1": {"data": 8}, "2x4": {"data": 2, "tensor": 4}, "4x2": {"fsdp": 4
 
 @pytest.mark.parametrize("family", ["mqa", "mla", "lrkv"])
 def test_meshes_agree(family):
-    """Bugs: a random init that depends on the mesh, a label on the wrong dimension, a gradient not summed over devices."""
+    """Bugs: an init that depends on the mesh, a label on the wrong dimension, a gradient not summed over devices."""
     prog = program(family)
     losses, params = run(prog)
     fresh = nnx.to_pure_dict(jax.jit(prog.init_state)(jax.random.key(0))["params"])

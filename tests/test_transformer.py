@@ -20,7 +20,8 @@ RECIPE = {"layers": N, "width": D, "vocab": V, "norm_eps": 0.03}
 CHOICES = {
     "paper": {},
     "llama": {
-        "mlp": "swiglu", "mlp_width": 17, "norm_gain": True, "embed_norm": False, "logit_softcap": None, "tie_embeddings": True,
+        "mlp": "swiglu", "mlp_width": 17, "norm_gain": True,
+        "embed_norm": False, "logit_softcap": None, "tie_embeddings": True,
     },
     "gain": {"norm_gain": True, "scan_layers": True},
 }  # fmt: skip
@@ -68,7 +69,9 @@ def test_logits_equal_the_oracle(family, choice):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, V, (2, T)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], tokens.shape)
     found = jax.jit(lambda s: nnx.merge(graph, s)(tokens, positions))(state)
-    params = {"/".join(map(str, path)): np.asarray(leaf.get_value(), np.float64) for path, leaf in nnx.to_flat_state(state)}
+    params = {
+        "/".join(map(str, path)): np.asarray(leaf.get_value(), np.float64) for path, leaf in nnx.to_flat_state(state)
+    }
     expected = reference(model, family, ATTENTIONS[family], params, np.asarray(tokens))
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
@@ -87,7 +90,9 @@ def test_initial_scales():
 def test_labels_follow_the_stacked_layers():
     """Bug: a stacked parameter keeps its single layer's labels, so the wrong dimension is sharded or orthogonalised."""
     built = nnx.eval_shape(
-        lambda: Transformer(ModelConfig(layers=3, width=8, vocab=9), lrkv.Config(heads=2, head_dim=4, rank=3), nnx.Rngs(0))
+        lambda: Transformer(
+            ModelConfig(layers=3, width=8, vocab=9), lrkv.Config(heads=2, head_dim=4, rank=3), nnx.Rngs(0)
+        )
     )
     b_k = built.blocks.attention.b_k.w
     assert b_k.get_value().shape == (3, 2, 3, 4)

@@ -25,7 +25,9 @@ from typing import Any
 def families() -> dict[str, ModuleType]:
     """The modules of this package that define a `Config` and an `Attention`, by name."""
     modules = {info.name: importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)}
-    return {name: module for name, module in modules.items() if hasattr(module, "Config") and hasattr(module, "Attention")}
+    return {
+        name: module for name, module in modules.items() if hasattr(module, "Config") and hasattr(module, "Attention")
+    }
 
 
 def build(config: Any, **arguments: Any) -> Any:

@@ -168,7 +168,7 @@ class AttentionBase(nnx.Module):
 
 
 def product(equation: str, *operands: Array) -> Array:
-    """An einsum in float32: blocks are upcast first, since XLA's CPU backend has no fast bfloat16 matrix-vector product."""
+    """An einsum in float32. Blocks are upcast first: XLA's CPU backend has no fast bfloat16 matrix-vector product."""
     return jnp.einsum(equation, *(operand.astype(jnp.float32) for operand in operands))
 
 

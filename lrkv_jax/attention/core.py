@@ -89,9 +89,7 @@ def online_softmax(
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
         shrink = jnp.exp(top - new_top)
-        sums = jax.tree.map(
-            lambda old, new: old * shrink[..., None] + new, sums, weigh(weights, entries, positions)
-        )
+        sums = jax.tree.map(lambda old, new: old * shrink[..., None] + new, sums, weigh(weights, entries, positions))
         return new_top, total * shrink + jnp.sum(weights, axis=-1), sums
 
     first = jax.eval_shape(lambda: _first(score, weigh, read))

@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -110,14 +109,14 @@ class Attention(AttentionBase):
         return jnp.concatenate([rotated, code], axis=-1)
 
     def compress(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> dict[str, Array]:
-        """rope(k_shared) and v_shared [B, T, C], codes [B, T, K, R], and with QK-norm key scales [B, T, K] in float32."""
+        """rope(k_shared), v_shared [B, T, C], codes [B, T, K, R]; with QK-norm float32 key scales [B, T, K]."""
         config = self.config
         k_shared = self.w_k_shared(x)
         entry = {"k_shared": rope(k_shared, positions, config.rope_base), "v_shared": self.w_v_shared(x)}
         if self.u_k is not None:
             entry |= {"k_code": self.u_k(x), "v_code": self.u_v(x)}
         if config.qk_norm:
-            entry["k_scale"] = rms_scale(k_shared[:, :, None] + self._residual(entry, positions), self.eps)
+            entry["k_scale"] = rms_scale(k_shared[:, :, None] + self._residual(entry), self.eps)
         if config.rope_mode == "latent" and self.u_k is not None:
             entry["k_code"] = rope(entry["k_code"], positions, config.rope_base)
         return entry
@@ -129,7 +128,7 @@ class Attention(AttentionBase):
         v = add_bias(v + self.b_v(entry["v_code"]) if self.b_v is not None else self._broadcast(v), self.bias_v)
         k = self._broadcast(entry["k_shared"][:, :, None])
         if config.rope_mode == "full" or not self._has_residual():
-            k = k + rope(self._residual(entry, positions), positions, config.rope_base)
+            k = k + rope(self._residual(entry), positions, config.rope_base)
             # The same scale as the cached one; recomputed, so that training has no second use of the composed key.
             return (rms_norm(k, self.eps) if config.qk_norm else k), v
         k = jnp.concatenate([k, self._code(entry)], axis=-1)
@@ -143,7 +142,7 @@ class Attention(AttentionBase):
     def _broadcast(self, shared: Float[Array, "B S 1 C"]) -> Float[Array, "B S K C"]:
         return jnp.broadcast_to(shared, (*shared.shape[:2], self.config.groups, shared.shape[-1]))
 
-    def _residual(self, entry: dict[str, Array], positions: Int[Array, "B S"]) -> Float[Array, "B S K C"]:
+    def _residual(self, entry: dict[str, Array]) -> Float[Array, "B S K C"]:
         """code_h B_h of unrotated codes, with the key bias."""
         if self.b_k is None:
             shape = (*entry["k_shared"].shape[:2], self.config.groups, self.config.head_dim)
@@ -190,7 +189,7 @@ class Attention(AttentionBase):
             code = self._code(entry).astype(jnp.float32).transpose(0, 2, 3, 1)[:, :, None, None]
             scores += self.ungroup(jnp.sum(w * code, axis=-2))
         elif "expanded" in q:
-            residual = rope(self._residual(entry, positions), positions, self.config.rope_base)
+            residual = rope(self._residual(entry), positions, self.config.rope_base)
             scores += self.ungroup(product("btkgc,bskc->bkgts", q["expanded"], residual))
         if "k_scale" in entry:
             scale = entry["k_scale"].transpose(0, 2, 1)[:, :, None, None]

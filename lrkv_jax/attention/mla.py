@@ -81,7 +81,7 @@ class Attention(AttentionBase):
         return rms_norm(q, self.eps) if self.config.qk_norm else q
 
     def compress(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> dict[str, Array]:
-        """The normed latent [B, T, L], the rotated shared key [B, T, P], and with QK-norm a scale per head [B, T, H]."""
+        """Normed latent [B, T, L], rotated shared key [B, T, P]; with QK-norm float32 key scales [B, T, H]."""
         entry = {"latent": rms_norm(self.w_down(x), self.eps)}
         if self.w_rotary is not None:
             entry["k_rotary"] = rope(self.w_rotary(x), positions, self.config.rope_base)
@@ -131,6 +131,6 @@ class Attention(AttentionBase):
         return product("bhts,bsl->bhtl", weights, entry["latent"])
 
     def release(self, sums: Float[Array, "B H T L"]) -> Float[Array, "B H T C"]:
-        """Expands the summed latent by W_up,V, once a query instead of once a token; the weights sum to 1 over the bias."""
+        """Expands the summed latent by W_up,V, once a query and not once a token; weights sum to 1 over the bias."""
         o = product("bhtl,lhc->bhtc", sums, self.w_up_v.weight())
         return o if self.bias_v is None else o + self.bias_v.get_value()[None, :, None]

@@ -48,9 +48,9 @@ class DataConfig(Settings):
         """Checks across fields."""
         if self.record_tokens % self.context:
             relation = "is longer than" if self.context > self.record_tokens else "must divide"
-            raise ValueError(f"data.context = {self.context} {relation} data.record_tokens = {self.record_tokens}")
+            raise ValueError(f"context = {self.context} {relation} record_tokens = {self.record_tokens}")
         if self.dataset == "text_files" and not self.path:
-            raise ValueError("data.path is empty: data.dataset = text_files needs a file or folder of text")
+            raise ValueError("path is empty: dataset = text_files needs a file or folder of text")
 
     def cache(self) -> Path:
         """The cache directory, resolved; it need not exist yet."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import tensorflow_datasets as tfds
 
 from lrkv_jax.data.config import DataConfig
-from lrkv_jax.data.files import key_of
+from lrkv_jax.data.files import disk_is_full, key_of
 from lrkv_jax.data.python_stdlib import PythonStdlib, source_files
 from lrkv_jax.data.text_files import TextFiles, TextFilesConfig, text_files
 from lrkv_jax.settings import UserError
@@ -125,7 +125,7 @@ def foreign_errors(name: str) -> Iterator[None]:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if kinds & {"ConnectionError", "Timeout", "TransportError", "NetworkError", "DownloadError", "gaierror"}:
             raise UserError(f"dataset {name} needs the network, which failed: {first_line(error)}") from error
-        if isinstance(error, OSError) and error.errno is not None:
+        if disk_is_full(error) or (isinstance(error, OSError) and error.errno is not None):
             raise
         raise UserError(f"dataset {name}: TFDS failed: {type(error).__name__}: {first_line(error)}") from error
 
@@ -152,11 +152,11 @@ def _do_without_tensorflow(builder: tfds.core.DatasetBuilder) -> None:
 @contextlib.contextmanager
 def quiet(shown: bool) -> Iterator[None]:
     """TFDS talks on stdout and warns of what is normal: `shown` on stderr, with its progress bars, or not at all."""
-    levels = {name: logging.getLogger(name).level for name in ("absl", "urllib3", "huggingface_hub")}
-    with contextlib.ExitStack() as stack:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(logging.ERROR)
-            stack.callback(logging.getLogger(name).setLevel, level)
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr if shown else io.StringIO()))
-        (tfds.enable_progress_bar if shown else tfds.disable_progress_bar)()
-        yield
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    (tfds.enable_progress_bar if shown else tfds.disable_progress_bar)()
+    try:
+        with contextlib.redirect_stdout(sys.stderr if shown else io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)

@@ -57,23 +57,24 @@ def only_process(path: Path, what: str) -> Iterator[None]:
         yield
 
 
+def disk_is_full(error: BaseException) -> bool:
+    """Whether an error says so; ArrayRecord passes it on as a RuntimeError with the system's words in it."""
+    return getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error)
+
+
 @contextlib.contextmanager
 def machine_refusals(cache: Path) -> Iterator[None]:
     """Turns a full disk, a read-only folder and the like into a UserError that names the place."""
     try:
         yield
-    except OSError as error:
-        place = error.filename or cache
-        if error.errno == errno.ENOSPC:
-            raise UserError(
-                f"the disk that holds {place} is full: free some space or set LRKV_CACHE elsewhere"
-            ) from error
-        raise UserError(
-            f"data cache {cache}: {place}: {error.strerror or error} (set LRKV_CACHE elsewhere?)"
-        ) from error
-    except RuntimeError as error:  # array_record reports what its file system refused this way
-        if os.strerror(errno.ENOSPC) in str(error):
+    except (OSError, RuntimeError) as error:
+        if disk_is_full(error):
             raise UserError(
                 f"the disk that holds {cache} is full: free some space or set LRKV_CACHE elsewhere"
             ) from error
-        raise
+        if isinstance(error, RuntimeError):
+            raise
+        place = error.filename or cache
+        raise UserError(
+            f"data cache {cache}: {place}: {error.strerror or error} (set LRKV_CACHE elsewhere?)"
+        ) from error
