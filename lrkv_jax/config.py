@@ -36,8 +36,9 @@ DEFAULT_CONFIG = "configs/tiny.py"
 _CONFIGS = tuple(module.Config for module in families().values())
 AttentionField = Annotated[functools.reduce(operator.or_, _CONFIGS), pydantic.Field(discriminator="family")]
 
-# What may change when a run is resumed: where it runs and what it keeps, never what it computes.
-FREE_ON_RESUME = ("mesh", "checkpoint")
+# What may change when a run is resumed: where it runs and what it keeps, never what it computes. Where the text lies is
+# free too, since the corpus's fingerprint says whether it is the same.
+FREE_ON_RESUME = {"mesh": True, "checkpoint": True, "data": {"path", "cache_dir"}}
 
 
 class RunConfig(Settings):
@@ -88,9 +89,7 @@ class RunConfig(Settings):
 
     def check_resume(self, saved: RunConfig, run_dir: Path) -> None:
         """Raises UserError naming the fields that differ from the run's own and may not."""
-        ours, theirs = (
-            flatten(json.loads(config.model_dump_json(exclude=set(FREE_ON_RESUME)))) for config in (self, saved)
-        )
+        ours, theirs = (flatten(json.loads(config.model_dump_json(exclude=FREE_ON_RESUME))) for config in (self, saved))
         fields = [key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)]
         if fields:
             listed = ", ".join(f"{key} = {ours.get(key)} (the run has {theirs.get(key)})" for key in sorted(fields))
@@ -149,6 +148,9 @@ def parse_command(prog: str, doc: str, args: list[str] | None = None) -> Command
         raise UserError(str(error)) from None
     name, default = load_configs(options.config)
     config = parse_fields(prog, f"{doc}\n\n{first.format_help()}", default, rest)
+    if config.data.path:  # the run's later commands may start elsewhere
+        data = config.data.model_copy(update={"path": str(Path(config.data.path).expanduser().resolve())})
+        config = config.model_copy(update={"data": data})
     return Command(config, options.run_dir or Path("runs") / name, options.dry_run)
 
 

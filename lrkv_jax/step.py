@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from lrkv_jax import loss, sharding
 from lrkv_jax.attention.base import AttentionConfig
@@ -86,7 +86,7 @@ class Program:
         """Shapes, dtypes and shardings of the state."""
         return sharding.with_shardings(jax.eval_shape(self.init_state, jax.random.key(0)), mesh)
 
-    def sums(self, params: nnx.State, tokens: Int[Array, "B T1"]) -> tuple[Array, tuple[Array, Array]]:
+    def sums(self, params: PyTree, tokens: Int[Array, "B T1"]) -> tuple[Array, tuple[Array, Array]]:
         """The objective's sum over a batch's tokens, and beside it the sum of nats and the count of scored tokens."""
         model = nnx.merge(self.graph, params)
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
@@ -115,7 +115,7 @@ class Program:
         starts = jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
         return positions - starts, jnp.cumsum(begins, axis=1, dtype=jnp.int32)
 
-    def gradient(self, params: nnx.State, tokens: Int[Array, "B T1"]) -> tuple[nnx.State, Array, Array]:
+    def gradient(self, params: PyTree, tokens: Int[Array, "B T1"]) -> tuple[PyTree, Array, Array]:
         """Gradient of the mean objective over the batch's tokens, sum of nats, count.
 
         Microbatches add sums, and the division comes once at the end: equal to the whole batch's gradient even where
@@ -150,7 +150,7 @@ class Program:
         }
         return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
-    def eval_step(self, params: nnx.State, inputs: Int[Array, "B T"], labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    def eval_step(self, params: PyTree, inputs: Int[Array, "B T"], labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
         """Nats of each label, for rows that hold one document each."""
         model = nnx.merge(self.graph, params)
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :], inputs.shape)

@@ -81,6 +81,15 @@ def test_attend_sees_its_lengths_exactly(case):
     np.testing.assert_array_equal(o, call(case, attend, q, cache, positions, lengths))
 
 
+@pytest.mark.parametrize("case", BRIEF)
+def test_a_query_that_sees_nothing_is_finite(case):
+    """Bug: an inactive row of a batch, length 0, divides by zero; its NaN then spreads through the next layers."""
+    x, positions = inputs(length=SLOTS)
+    q, cache, *_ = call(case, query_compress_expand, x, positions)
+    o = np.asarray(call(case, attend, q[:, :2], cache, positions, jnp.array([[0, 3], [0, 0]], jnp.int32)))
+    assert np.isfinite(o).all()
+
+
 def query_compress_expand(module, x, positions):
     """Queries, cache entry, keys and values."""
     entry = module.compress(x, positions)

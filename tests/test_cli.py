@@ -150,7 +150,7 @@ def test_evaluation_alone_gives_the_same_bits(start, whole_run):
     assert set(required.split()) <= before.keys()
     finish(start("eval.py", whole_run, "--split", "validation", "--step", "best"))
     assert json.loads((whole_run / "eval-validation-best.json").read_text())["split"] == "validation"
-    assert "step 7" in mistake(start("eval.py", whole_run, "--step", "7"))
+    assert "checkpoint 7 is missing" in mistake(start("eval.py", whole_run, "--step", "7"))
 
 
 def test_finished_run_only_prints_again(start, whole_run):
@@ -202,7 +202,7 @@ def test_nan_stops_the_run_and_spares_the_checkpoints(start, tmp_path):
     run_dir = tmp_path / "nan"
     args = [*DEBUG, "--optimizer.peak-lr", "1e30", "--optimizer.clip-norm", "1e30", "--run-dir", run_dir]
     args += ["--optimizer.warmup-steps", "0", "--model.logit-softcap", "None", "--checkpoint.every-steps", "1"]
-    line = mistake(start("train.py", *args, "--no-model.embed-norm"))
+    line = mistake(start("train.py", *args, "--model.no-embed-norm"))
     assert re.search(r"loss = \S+, lr = \S+, grad_norm = \S+ at step \d+ \(batch_at\(\d+\) of train.seed = 0\)", line)
 
 
@@ -223,7 +223,7 @@ def test_help_lists_the_flags(start):
     ("script", "args", "says"),
     [
         ("train.py", ["--train.stepz", "3"], "--train.stepz: no such flag; did you mean --train.steps"),
-        ("train.py", [*DEBUG, "--data.dataset", "no_such_set"], "no_such_set"),
+        ("train.py", ["--data.dataset", "no_such_set"], "no_such_set"),
         ("eval.py", ["/nowhere"], "/nowhere is no run directory"),
     ],
 )

@@ -100,6 +100,7 @@ def online_softmax(
     )
     blocks = -(-jnp.max(lengths) // block)
     _, total, sums = jax.lax.fori_loop(0, blocks, step, start)
+    total = jnp.maximum(total, 1e-30)  # a query that sees nothing gets zeros
     return jax.tree.map(lambda a: a / total[..., None], sums)
 
 
