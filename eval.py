@@ -17,20 +17,19 @@ from lrkv_jax import report, rundir, sharding
 from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
 from lrkv_jax.settings import UserError, command
-from train import make_run_program
 
 
 def main() -> int:
     """Command line to exit status."""
     parser = argparse.ArgumentParser(prog="eval.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--split", choices=("train", "validation", "test"), default="test")
+    parser.add_argument("--split", choices=("test", "validation"), default="test")
     parser.add_argument("--step", default="newest", help="newest, best, or a step's number")
     options = parser.parse_args()
     config = RunConfig.load(options.run_dir)
     mesh = sharding.make_mesh(config.mesh)
     store = rundir.open_corpus(options.run_dir, config)
-    program = make_run_program(config, store)
+    program = rundir.make_run_program(config, store)
     with contextlib.closing(Checkpointer(options.run_dir, config.checkpoint)) as checkpoints, jax.set_mesh(mesh):
         abstract = program.abstract_state(mesh)["params"]
         params, step = checkpoints.restore_params(abstract, which(options.step))

@@ -24,7 +24,7 @@ from lrkv_jax.data import Store
 from lrkv_jax.evaluate import evaluate, make_eval_step
 from lrkv_jax.metrics import Metrics, NotFinite
 from lrkv_jax.settings import UserError, command
-from lrkv_jax.step import Program, Tokens, compile_train_step, make_program
+from lrkv_jax.step import Program, compile_train_step
 
 
 class Stopped:
@@ -46,13 +46,13 @@ def main() -> int:
     if dry_run:
         print(accounting.dry_run(config))
         return 0
-    stopped = Stopped()
     mesh = sharding.make_mesh(config.mesh)
     store = rundir.enter(run_dir, config)
-    program = make_run_program(config, store)
+    program = rundir.make_run_program(config, store)
     result_path = run_dir / "eval.json"
     if not finished(result_path, config):
         with jax.set_mesh(mesh):
+            stopped = Stopped()  # from here on; preparing the data may be killed at any time
             state, step = fit(config, run_dir, store, program, mesh, stopped)
             if stopped.signal:
                 print(
@@ -70,12 +70,6 @@ def main() -> int:
 def finished(result_path: Path, config: RunConfig) -> bool:
     """Whether the run's last step has been scored."""
     return result_path.exists() and rundir.read_json(result_path)["step"] == config.train.steps
-
-
-def make_run_program(config: RunConfig, store: Store) -> Program:
-    """The run's program; it needs the tokenizer's begin and end."""
-    tokens = Tokens(store.tokenizer.begin_id, store.tokenizer.end_id, config.data.document_mask)
-    return make_program(config.model, config.attention, config.train, config.optimizer, tokens)
 
 
 def fit(

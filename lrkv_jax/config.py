@@ -83,10 +83,6 @@ class RunConfig(Settings):
         except pydantic.ValidationError as error:
             raise UserError(f"{path}: {describe(error)}") from None
 
-    def save(self, run_dir: Path) -> None:
-        """Writes config.json."""
-        (run_dir / "config.json").write_text(self.model_dump_json(indent=2) + "\n")
-
     def check_resume(self, saved: RunConfig, run_dir: Path) -> None:
         """Raises UserError naming the fields that differ from the run's own and may not."""
         ours, theirs = (flatten(json.loads(config.model_dump_json(exclude=FREE_ON_RESUME))) for config in (self, saved))

@@ -120,7 +120,8 @@ def rope_angles(positions: Int[Array, "B T"], dim: int, base: float) -> tuple[Fl
     """cos and sin of position · base^(−2m/dim), m < dim/2, in float32 whatever the compute dtype."""
     frequencies = jnp.asarray(base, jnp.float32) ** (-jnp.arange(dim // 2, dtype=jnp.float32) * (2.0 / dim))
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    # Without the barrier XLA computes them anew in every kernel that rotates, once for each head.
+    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
 def rope(x: Float[Array, "B T *h C"], positions: Int[Array, "B T"], base: float, dim: int | None = None) -> Array:

@@ -14,6 +14,13 @@ from typing import Any
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import Store, open_store
 from lrkv_jax.settings import UserError
+from lrkv_jax.step import Program, Tokens, make_program
+
+WRITE_PROBE = ".write-probe"
+
+
+# What a run that was killed while it started may have left.
+FIRST_FILES = {"config.json", "corpus.json", "tokenizer.json", WRITE_PROBE}
 
 
 def enter(run_dir: Path, config: RunConfig) -> Store:
@@ -29,14 +36,22 @@ def enter(run_dir: Path, config: RunConfig) -> Store:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir}: {error.strerror}") from None
-    if any(run_dir.iterdir()):
-        raise UserError(f"--run-dir {run_dir}: not empty, and no run directory (config.json is missing)")
+    strangers = sorted(path.name for path in run_dir.iterdir() if path.name.removesuffix(".tmp") not in FIRST_FILES)
+    if strangers:
+        raise UserError(f"--run-dir {run_dir}: holds {strangers[0]} and no config.json, so it is no run directory")
     check_writable(run_dir)
     store = open_store(config.data, config.model.vocab)
     store.tokenizer.save(run_dir / "tokenizer.json")
     write_json(run_dir / "corpus.json", {"fingerprint": store.fingerprint, **counts(store)})
-    config.save(run_dir)  # last: its presence says that the other two are whole
+    # Last: its presence says that the other two are whole.
+    write_json(run_dir / "config.json", config.model_dump(mode="json"))
     return store
+
+
+def make_run_program(config: RunConfig, store: Store) -> Program:
+    """The run's program; it needs the tokenizer's begin and end."""
+    tokens = Tokens(store.tokenizer.begin_id, store.tokenizer.end_id, config.data.document_mask)
+    return make_program(config.model, config.attention, config.train, config.optimizer, tokens)
 
 
 def open_corpus(run_dir: Path, config: RunConfig) -> Store:
@@ -58,7 +73,7 @@ def counts(store: Store) -> dict[str, Any]:
 
 def check_writable(run_dir: Path) -> None:
     """Raises UserError where the directory can't be written, before any work is done."""
-    probe = run_dir / ".write-probe"
+    probe = run_dir / WRITE_PROBE
     try:
         probe.write_text("")
         probe.unlink()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
 from collections.abc import Callable
 
 import pydantic
+
+
+# What a machine says when it will not, rather than when a program is wrong.
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 class UserError(Exception):
@@ -45,6 +50,10 @@ def command(main: Callable[[], int | None]) -> Callable[[], None]:
         except BrokenPipeError:  # `... | head`: the reader has left, which is no fault
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            print(f"error: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
 
     return guarded

@@ -18,7 +18,7 @@ from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import open_store
 from lrkv_jax.metrics import read_rows
-from train import make_run_program
+from lrkv_jax.rundir import make_run_program
 
 ROOT = Path(__file__).parent.parent
 DEBUG = ["--config", "configs/debug.py"]
@@ -247,5 +247,5 @@ def test_another_config_is_refused(start, whole_run, cache):
     other = whole_run.parent / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("mine")
-    assert "not empty" in mistake(start("train.py", *DEBUG, "--run-dir", other))
+    assert "holds thesis.txt and no config.json" in mistake(start("train.py", *DEBUG, "--run-dir", other))
     assert [path.name for path in other.iterdir()] == ["thesis.txt"]

@@ -8,12 +8,14 @@ from lrkv_jax.data.split import TEST, VALIDATION
 from lrkv_jax.data.store import Store
 
 CHUNK = 2**22  # train tokens counted at once
+COUNTED = 2**27  # train tokens counted at most: beyond, the sorted counts cost more than they tell
 
 
 def ngram_cross_entropy(store: Store, split: str = TEST) -> tuple[float, float]:
     """(unigram, bigram) cross-entropy of a held-out split, nats per token, over the tokens `Store.windows` scores.
 
-    Unigram: p1(b) = (count(b) + 1) / (tokens + V), from the whole stored train stream, so that no token is impossible.
+    Unigram: p1(b) = (count(b) + 1) / (tokens + V), from the stored train stream (its first
+    COUNTED tokens), so that no token is impossible.
     Bigram: p(b|a) = w · count(a b) / count(a ·) + (1 − w) · p1(b), and p1 after an `a` never seen; one w, fitted on the
     validation split and one imaginary token more that follows nothing seen, so that w < 1.
     """
@@ -35,8 +37,9 @@ class _Counts:
         self._contexts = np.zeros(self._vocab, np.int64)
         self._keys, self._counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
         per_chunk = max(1, CHUNK // store.record_tokens)
-        for start in range(0, store.records, per_chunk):
-            records = np.stack([store.record(n) for n in range(start, min(start + per_chunk, store.records))])
+        last = min(store.records, COUNTED // store.record_tokens)
+        for start in range(0, last, per_chunk):
+            records = np.stack([store.record(n) for n in range(start, min(start + per_chunk, last))])
             records = records.astype(np.int64)
             if start == 0:  # nothing precedes the stream: its first document begins like every other
                 self._add(np.array([tokenizer.end_id]), records[0, :1], tokenizer)

@@ -1,0 +1,42 @@
+"""What the README tells people to type is parsed by the commands themselves; what it links to exists."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lrkv_jax.config import parse_command
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = sorted(
+    {
+        match.strip()
+        for match in re.findall(r"python ((?:train\.py|-m lrkv_jax\.\w+)[^\n#|`]*)", README)
+        if "--help" not in match
+    }
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_understood(command, monkeypatch):
+    """Bug: a flag, a config or a module that is no longer called so."""
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command)
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]), words[1]
+    if words[0] == "train.py" or words[1] == "lrkv_jax.prepare":
+        parse_command(words[0], "", words[1:] if words[0] == "train.py" else words[2:])
+
+
+def test_links_and_files_exist():
+    """Bug: a moved file."""
+    links = re.findall(r"\]\((?!http)([^)#]+)", README)
+    tree = re.findall(r"\b(?:configs/\w+\.py|lrkv_jax/\w+\.py|benchmarks/\w+\.py|docs/\w+\.md)\b", README)
+    missing = [path for path in links + tree if not (ROOT / path).exists()]
+    assert missing == []
+    listing = README.split("## Files")[1].split("## ")[0]
+    in_package = set(re.findall(r"\b(\w+\.py)\b", listing))
+    assert {path.name for path in (ROOT / "lrkv_jax").glob("[a-z]*.py")} <= in_package
