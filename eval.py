@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from lrkv_jax import report, rundir, sharding
 from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
 from lrkv_jax.settings import UserError, command
+from lrkv_jax.sharding import MeshConfig
 
 
 def main() -> int:
@@ -27,18 +29,28 @@ def main() -> int:
     parser.add_argument("--step", default="newest", help="newest, best, or a step's number")
     options = parser.parse_args()
     config = RunConfig.load(options.run_dir)
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = sharding.make_mesh(fitting(config.mesh))
     store = rundir.open_corpus(options.run_dir, config)
     program = rundir.make_run_program(config, store)
-    with contextlib.closing(Checkpointer(options.run_dir, config.checkpoint)) as checkpoints, jax.set_mesh(mesh):
+    with contextlib.closing(Checkpointer(options.run_dir, config.checkpoint)) as checkpoints:
         abstract = program.abstract_state(mesh)["params"]
         params, step = checkpoints.restore_params(abstract, which(options.step))
-        result = report.score(config, program, params, step, store, mesh, options.split)
+    result = report.score(config, program, params, step, store, mesh, options.split)
+    print(report.table(result))
     default = options.split == "test" and options.step == "newest"
     name = "eval.json" if default else f"eval-{options.split}-{options.step}.json"
     rundir.write_json(options.run_dir / name, result)
-    print(report.table(result))
     return 0
+
+
+def fitting(config: MeshConfig) -> MeshConfig:
+    """The run's mesh, or where there are other devices here, all of them side by side; told on stderr."""
+    try:
+        sharding.make_mesh(config)
+    except UserError as error:
+        print(f"{error}; scoring with {jax.device_count()} copies of the model instead", file=sys.stderr)
+        return MeshConfig()
+    return config
 
 
 def which(text: str) -> int | str:

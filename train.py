@@ -24,7 +24,7 @@ from lrkv_jax.data import Store
 from lrkv_jax.evaluate import evaluate, make_eval_step
 from lrkv_jax.metrics import Metrics, NotFinite
 from lrkv_jax.settings import UserError, command
-from lrkv_jax.step import Program, compile_train_step
+from lrkv_jax.step import Program, Tokens, compile_train_step, make_program
 
 
 class Stopped:
@@ -47,24 +47,36 @@ def main() -> int:
         print(accounting.dry_run(config))
         return 0
     mesh = sharding.make_mesh(config.mesh)
+    check_fit(config, mesh)
     store = rundir.enter(run_dir, config)
     program = rundir.make_run_program(config, store)
     result_path = run_dir / "eval.json"
     if not finished(result_path, config):
+        stopped = Stopped()  # from here on; preparing the data may be killed at any time
         with jax.set_mesh(mesh):
-            stopped = Stopped()  # from here on; preparing the data may be killed at any time
             state, step = fit(config, run_dir, store, program, mesh, stopped)
-            if stopped.signal:
-                print(
-                    f"stopped by {signal.Signals(stopped.signal).name}; step {step} is saved, the same command resumes"
-                )
-                return 128 + stopped.signal
-            result = report.score(config, program, state["params"], step, store, mesh, "test")
-        rundir.write_json(result_path, result)
+        if stopped.signal:
+            name = signal.Signals(stopped.signal).name
+            print(f"stopped by {name}; step {step} is saved, the same command resumes")
+            return 128 + stopped.signal
+        result = report.score(config, program, state["params"], step, store, mesh, "test")
         figures.loss_curve(run_dir)
+        rundir.write_json(result_path, result)  # last: it says that the run is finished
     print(report.table(rundir.read_json(result_path)))
     print(f"run directory  {run_dir}")
     return 0
+
+
+def check_fit(config: RunConfig, mesh: Mesh) -> None:
+    """Raises UserError where batch or model don't divide over the mesh, before anything is written."""
+    rows, ways = config.train.batch_size // config.train.microbatches, sharding.row_ways(mesh)
+    if rows % ways:
+        raise UserError(
+            f"train.batch_size = {config.train.batch_size} in {config.train.microbatches} microbatch(es): {rows} rows "
+            f"don't divide over mesh data x fsdp = {ways}"
+        )
+    tokens = Tokens(begin=0, end=0, mask_documents=False)
+    make_program(config.model, config.attention, config.train, config.optimizer, tokens).abstract_state(mesh)
 
 
 def finished(result_path: Path, config: RunConfig) -> bool:
@@ -108,11 +120,13 @@ def fit(
                 log.settle()
                 checkpoints.save(step, state)
         except NotFinite as error:
+            checkpoints.wait()
             kept = checkpoints.steps()
             raise UserError(
                 f"{', '.join(f'{name} = {value}' for name, value in error.values.items())} at step {error.step} "
                 f"(batch_at({error.step - 1}) of train.seed = {train.seed}); last good checkpoint: "
-                f"{f'step {kept[-1]}' if kept else 'none'}. Try a lower optimizer.peak_lr or more warm-up"
+                f"{f'step {kept[-1]}' if kept else 'none'}. Try a lower optimizer.peak_lr or more warm-up, in another "
+                f"--run-dir"
             ) from None
     return state, step
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend import core as jex
+from jaxtyping import PyTree
 
 from lrkv_jax import attention
 from lrkv_jax.attention.base import AttentionConfig, empty_cache
@@ -60,7 +61,7 @@ def accounts(config: RunConfig) -> Accounts:
     )
 
 
-def abstract_parameters(config: RunConfig) -> nnx.State:
+def abstract_parameters(config: RunConfig) -> PyTree:
     """Shapes of all parameters, labels included."""
     return jax.eval_shape(_program(config).init_state, jax.random.key(0))["params"]
 

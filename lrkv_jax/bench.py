@@ -92,7 +92,9 @@ class Stepper:
     def memory_bytes(self) -> int:
         """What XLA plans to hold on a device at most: state, batch and temporaries."""
         plan = self.step.memory_analysis()
-        return plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes + plan.temp_size_in_bytes
+        return (
+            plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes + plan.temp_size_in_bytes
+        )
 
 
 def product_timer(dtype: str) -> Callable[[], float]:

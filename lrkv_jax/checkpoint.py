@@ -381,6 +381,7 @@ def _quieten() -> None:
     Nothing is lost: a failure reaches the caller as an exception, here or in `wait`. The threads' "Event loop is
     closed" comes of Orbax leaving its loop at the first array that fails, while others are being read.
     """
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # "exception was never retrieved", after it was raised
     logging.getLogger("absl").addFilter(lambda record: "orbax" not in Path(record.pathname).parts)
     hook = sys.unraisablehook
 

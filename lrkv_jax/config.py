@@ -25,7 +25,7 @@ from lrkv_jax.attention import families
 from lrkv_jax.attention.base import AttentionConfig
 from lrkv_jax.checkpoint import CheckpointConfig
 from lrkv_jax.data import DataConfig
-from lrkv_jax.optimizer import OptimizerConfig
+from lrkv_jax.optimizer import OptimizerConfig, make_schedule
 from lrkv_jax.settings import Settings, UserError, describe
 from lrkv_jax.sharding import MeshConfig
 from lrkv_jax.step import TrainConfig
@@ -38,7 +38,7 @@ AttentionField = Annotated[functools.reduce(operator.or_, _CONFIGS), pydantic.Fi
 
 # What may change when a run is resumed: where it runs and what it keeps, never what it computes. Where the text lies is
 # free too, since the corpus's fingerprint says whether it is the same.
-FREE_ON_RESUME = {"mesh": True, "checkpoint": True, "data": {"path", "cache_dir"}}
+FREE_ON_RESUME = {"mesh": True, "checkpoint": True, "data": {"path", "tokenizer", "cache_dir"}}
 
 
 class RunConfig(Settings):
@@ -67,6 +67,7 @@ class RunConfig(Settings):
             raise ValueError(
                 f"train.loss_chunks = {self.train.loss_chunks}: must divide data.context = {self.data.context}"
             )
+        make_schedule(self.optimizer, self.train.steps)  # refuses a warm-up or decay that doesn't fit
 
     def with_attention(self, attention: AttentionConfig) -> RunConfig:
         """The same run with another attention."""
@@ -128,26 +129,29 @@ def load_configs(reference: str) -> tuple[str, RunConfig]:
     return f"{Path(file).stem}-{key}", configs[key].model_copy(update={"family": key})
 
 
-def parse_command(prog: str, doc: str, args: list[str] | None = None) -> Command:
-    """Reads `--config FILE[:key] --run-dir DIR --dry-run` and every field as `--section.field VALUE`.
+def parse_command(prog: str, doc: str, args: list[str] | None = None, *, trains: bool = True) -> Command:
+    """Reads `--config FILE[:key]`, every field as `--section.field VALUE`, and where it `trains` `--run-dir`, `--dry-run`.
 
     Raises UserError, one line, for an unknown flag, a wrong type or a refused value.
     """
     args = sys.argv[1:] if args is None else args
     first = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config", default=DEFAULT_CONFIG, metavar="FILE[:KEY]", help="config file, and its entry")
-    first.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<file>-<key>")
-    first.add_argument("--dry-run", action="store_true", help="print parameters, cache and FLOPs; allocate nothing")
+    if trains:
+        first.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<file>-<key>")
+        first.add_argument("--dry-run", action="store_true", help="print parameters, cache and FLOPs; allocate nothing")
     try:
         options, rest = first.parse_known_args(args)
     except argparse.ArgumentError as error:
         raise UserError(str(error)) from None
     name, default = load_configs(options.config)
     config = parse_fields(prog, f"{doc}\n\n{first.format_help()}", default, rest)
-    if config.data.path:  # the run's later commands may start elsewhere
-        data = config.data.model_copy(update={"path": str(Path(config.data.path).expanduser().resolve())})
-        config = config.model_copy(update={"data": data})
-    return Command(config, options.run_dir or Path("runs") / name, options.dry_run)
+    # The run's later commands may start elsewhere.
+    places = {name: getattr(config.data, name) for name in ("path", "tokenizer", "cache_dir")}
+    places = {name: str(Path(place).expanduser().resolve()) for name, place in places.items() if place[:1] not in "~"}
+    config = config.model_copy(update={"data": config.data.model_copy(update=places)})
+    run_dir, dry_run = (options.run_dir, options.dry_run) if trains else (None, False)
+    return Command(config, run_dir or Path("runs") / name, dry_run)
 
 
 def parse_fields(prog: str, doc: str, default: RunConfig, args: list[str]) -> RunConfig:
@@ -155,6 +159,8 @@ def parse_fields(prog: str, doc: str, default: RunConfig, args: list[str]) -> Ru
     known = {"--" + key.replace("_", "-") for key in flatten(default.model_dump())}
     for arg in args:
         flag = arg.split("=")[0].replace("_", "-")
+        if flag in ("--family", "--attention.family"):
+            raise UserError(f"{flag}: the family is chosen by --config FILE:KEY")
         if flag.startswith("--") and flag not in known | {"--help"} and flag.replace(".no-", ".") not in known:
             near = difflib.get_close_matches(flag, known, n=3, cutoff=0.5)
             raise UserError(f"{flag}: no such flag" + (f"; did you mean {' or '.join(near)}?" if near else ""))
@@ -178,7 +184,8 @@ def fold(complaint: str) -> str:
     """tyro's box around a message, or around one of pydantic's, as one line that names field and value."""
     text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯]", " ", complaint)
     text = re.split(r"─{9,}", text.replace("-" * 9, "─" * 9))
-    body = next(part for part in text[1:] if part.strip("─- \n"))  # what stands before the first rule is a title
+    parts = [part for part in text if part.strip("─- \n")]
+    body = parts[min(1, len(parts) - 1)]  # what stands before the first rule is a title
     body = re.sub(r"\s+", " ", body.strip("─- \n"))
     pydantic_says = re.search(r"Error parsing (\S+): .*? for \w+ (.*?) \[type=\w+, input_value=(.*?), input_type", body)
     if not pydantic_says:

@@ -22,8 +22,10 @@ class Score(NamedTuple):
     tokens: np.ndarray
     bytes: np.ndarray
 
-    def summary(self) -> dict[str, float | int]:
+    def summary(self) -> dict[str, float | int | None]:
         """ce and its standard error over documents, perplexity, bits per byte, and the counts behind them.
+
+        None where there is no such number: the error of a single document, a perplexity beyond all floats.
 
         ce = Σ nats / Σ tokens is a ratio of sums, and its standard error that of a ratio estimator (Cochran, Sampling
         Techniques, section 6.4): documents are the independent units, tokens within one are not.
@@ -32,12 +34,12 @@ class Score(NamedTuple):
         count = len(self.nats)
         ce = nats / tokens
         residual = self.nats - ce * self.tokens
-        stderr = math.sqrt(count / (count - 1) * (residual**2).sum()) / tokens if count > 1 else float("nan")
+        stderr = math.sqrt(count / (count - 1) * (residual**2).sum()) / tokens if count > 1 else None
         return {
             "ce": float(ce),
             "ce_stderr": stderr,
-            "perplexity": math.exp(ce),
-            "bits_per_byte": float(nats / (math.log(2) * size)) if size else float("nan"),
+            "perplexity": math.exp(ce) if ce < 700 else None,
+            "bits_per_byte": float(nats / (math.log(2) * size)) if size else None,
             "tokens": int(tokens),
             "bytes": int(size),
             "documents": count,
@@ -68,6 +70,7 @@ def evaluate(
     with rows that weigh nothing.
     """
     total = len(windows) if limit is None else windows.whole_documents(limit)
+    batch_size = -(-batch_size // sharding.row_ways(mesh)) * sharding.row_ways(mesh)
     nats = np.zeros(len(windows.document_bytes), np.float64)
     tokens = np.zeros(len(windows.document_bytes), np.int64)
     rows = sharding.batch_sharding(mesh)

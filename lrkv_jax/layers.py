@@ -16,7 +16,9 @@ from lrkv_jax import sharding
 Role = Literal["embed", "unembed", "matrix", "vector"]
 
 
-def parameter(shape: tuple[int, ...], axes: tuple[str, ...], std: float, role: Role, rngs: nnx.Rngs, **labels) -> nnx.Param:
+def parameter(
+    shape: tuple[int, ...], axes: tuple[str, ...], std: float, role: Role, rngs: nnx.Rngs, **labels
+) -> nnx.Param:
     """A float32 parameter, normal with the given std, labelled with its logical axes and its role for the optimizer."""
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")
@@ -98,8 +100,12 @@ def rms_scale(x: Float[Array, "*s C"], eps: float) -> Float[Array, "*s"]:
     return jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + eps)
 
 
+@functools.partial(jax.checkpoint, static_argnums=(1,))
 def rms_norm(x: Float[Array, "*s C"], eps: float) -> Float[Array, "*s C"]:
-    """RMSNorm without gain, computed in float32, returned in x's dtype."""
+    """RMSNorm without gain, computed in float32, returned in x's dtype.
+
+    The backward pass starts from x again: left to itself, XLA keeps float32 copies of x for it.
+    """
     return (x.astype(jnp.float32) * rms_scale(x, eps)[..., None]).astype(x.dtype)
 
 
@@ -116,7 +122,9 @@ class RMSNorm(nnx.Module):
         return y if self.gain is None else y * self.gain.get_value().astype(x.dtype)
 
 
-def rope_angles(positions: Int[Array, "B T"], dim: int, base: float) -> tuple[Float[Array, "B T M"], Float[Array, "B T M"]]:
+def rope_angles(
+    positions: Int[Array, "B T"], dim: int, base: float
+) -> tuple[Float[Array, "B T M"], Float[Array, "B T M"]]:
     """cos and sin of position · base^(−2m/dim), m < dim/2, in float32 whatever the compute dtype."""
     frequencies = jnp.asarray(base, jnp.float32) ** (-jnp.arange(dim // 2, dtype=jnp.float32) * (2.0 / dim))
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None, :]
@@ -136,24 +144,35 @@ def rope(x: Float[Array, "B T *h C"], positions: Int[Array, "B T"], base: float,
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
 
 
+@jax.checkpoint  # here and below: nothing but the arguments is kept for the backward pass
+def relu2(x: Float[Array, "*s F"]) -> Float[Array, "*s F"]:
+    """relu(x)²."""
+    return jnp.square(jax.nn.relu(x))
+
+
+@jax.checkpoint
+def swiglu(x: Float[Array, "*s F"], gate: Float[Array, "*s F"]) -> Float[Array, "*s F"]:
+    """x · silu(gate)."""
+    return x * jax.nn.silu(gate)
+
+
 class MLP(nnx.Module):
     """The feed-forward part: relu(x W)² W' (arXiv 2109.08668), or SwiGLU (arXiv 2002.05202)."""
 
     def __init__(self, width: int, mlp_width: int, kind: str, out_std: float, *, rngs: nnx.Rngs, dtype: Any):
-        up = functools.partial(
-            Projection, "btd,df->btf", (width, mlp_width), ("embed", "mlp"), rngs=rngs, dtype=dtype
-        )
+        up = functools.partial(Projection, "btd,df->btf", (width, mlp_width), ("embed", "mlp"), rngs=rngs, dtype=dtype)
         self.w_up = up()
         self.w_gate = up() if kind == "swiglu" else None
         self.w_down = Projection(
-            "btf,fd->btd", (mlp_width, width), ("mlp", "embed"), std=out_std / math.sqrt(mlp_width), rngs=rngs, dtype=dtype
+            "btf,fd->btd",
+            (mlp_width, width),
+            ("mlp", "embed"),
+            std=out_std / math.sqrt(mlp_width),
+            rngs=rngs,
+            dtype=dtype,
         )
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """[B, T, D] -> [B, T, D], hidden width F."""
         hidden = sharding.constrain(self.w_up(x), "batch", "length", "mlp")
-        if self.w_gate is None:
-            hidden = jnp.square(jax.nn.relu(hidden))
-        else:
-            hidden = hidden * jax.nn.silu(self.w_gate(x))
-        return self.w_down(hidden)
+        return self.w_down(relu2(hidden) if self.w_gate is None else swiglu(hidden, self.w_gate(x)))

@@ -40,7 +40,7 @@ class Metrics:
         self._rate = math.nan
 
     def train(self, step: int, values: dict[str, Any]) -> None:
-        """Takes the metrics of one step (counted from 1): `loss`, `lr`, `grad_norm`, as scalars or scalar arrays."""
+        """Takes the metrics of one step (counted from 1): scalars or scalar arrays, `loss` among them."""
         self._waiting.append((step, values))
         self.settle(self._lag)
 
@@ -48,7 +48,7 @@ class Metrics:
         """Fetches and writes all but the newest `lag` steps. Raises NotFinite at the first that is no number."""
         while len(self._waiting) > lag:
             step, values = self._waiting.pop(0)
-            values = {name: float(values[name]) for name in ("loss", "lr", "grad_norm")}
+            values = {name: float(value) for name, value in values.items()}
             if not all(map(math.isfinite, values.values())):
                 raise NotFinite(step, values)
             now = time.perf_counter()

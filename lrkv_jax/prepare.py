@@ -2,7 +2,7 @@
 
     python -m lrkv_jax.prepare --config configs/tiny.py
 
-It takes train.py's flags. Killed and started again it keeps what was finished; where all is there it only prints.
+It takes train.py's flags for the config and its fields. Killed and started again it keeps what was finished; where all is there it only prints.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lrkv_jax.settings import command
 @command
 def main() -> int:
     """Prepares and prints what there is."""
-    config = parse_command("python -m lrkv_jax.prepare", __doc__).config
+    config = parse_command("python -m lrkv_jax.prepare", __doc__, trains=False).config
     store = open_store(config.data, config.model.vocab)
     print(f"{store.directory}\nfingerprint {store.fingerprint}\ntokenizer   {store.tokenizer.vocab_size} tokens")
     print(f"{'split':<12}{'documents':>12}{'tokens':>16}{'bytes':>16}")

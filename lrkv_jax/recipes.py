@@ -20,7 +20,13 @@ def paper(*, layers: int, width: int, tokens: float, context: int = 2048) -> Run
     steps = round(tokens / TOKENS_PER_BATCH)
     return RunConfig(
         model=ModelConfig(layers=layers, width=width, vocab=50304, dtype="bfloat16", scan_layers=True, remat="full"),
-        data=DataConfig(dataset="huggingface:HuggingFaceFW__fineweb-edu/sample-100BT", context=context),
+        data=DataConfig(
+            dataset="huggingface:HuggingFaceFW__fineweb-edu/sample-100BT",
+            context=context,
+            # About ten million tokens each of a hundred billion: the error over documents is small, scoring quick.
+            validation_percent=0.01,
+            test_percent=0.01,
+        ),
         optimizer=OptimizerConfig(
             name="muon",
             peak_lr=0.02,

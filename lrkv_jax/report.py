@@ -1,9 +1,10 @@
-"""The last word on a run: the whole test split scored, eval.json written, the table printed."""
+"""The last word on a run: a whole split scored, and the result as a table."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from lrkv_jax import accounting
@@ -15,9 +16,9 @@ from lrkv_jax.step import Program
 
 def score(config: RunConfig, program: Program, params: Any, step: int, store: Store, mesh: Mesh, split: str) -> dict:
     """Every field of eval.json for a split, its parameters being those after `step` steps."""
-    eval_step = make_eval_step(program, mesh)
-    windows = store.windows(split)
-    found = evaluate(eval_step, params, windows, config.train.batch_size, mesh, progress=f"score {split}")
+    with jax.set_mesh(mesh):
+        eval_step, windows = make_eval_step(program, mesh), store.windows(split)
+        found = evaluate(eval_step, params, windows, config.train.batch_size, mesh, progress=f"score {split}")
     unigram, bigram = ngram_cross_entropy(store, split)
     costs = accounting.accounts(config)
     tokens = step * config.train.batch_size * config.data.context
@@ -42,9 +43,9 @@ def table(result: dict[str, Any]) -> str:
     split = result["split"]
     rows = {
         "model": f"{result['family']}, step {result['step']:,}",
-        f"{split} CE": f"{result['ce']:.4f} ± {result['ce_stderr']:.4f} nats/token (standard error over documents)",
-        "perplexity": f"{result['perplexity']:.2f}",
-        "bits per byte": f"{result['bits_per_byte']:.4f}",
+        f"{split} CE": f"{result['ce']:.4f} ± {number(result['ce_stderr'])} nats/token (standard error over documents)",
+        "perplexity": number(result["perplexity"], 2),
+        "bits per byte": number(result["bits_per_byte"]),
         "unigram CE": f"{result['unigram_ce']:.4f}",
         "bigram CE": f"{result['bigram_ce']:.4f} (interpolated)",
         "scored": f"{result['tokens']:,} tokens, {result['bytes']:,} bytes, {result['documents']:,} documents",
@@ -54,3 +55,8 @@ def table(result: dict[str, Any]) -> str:
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number, or n/a where there is none."""
+    return "n/a" if value is None else f"{value:.{digits}f}"

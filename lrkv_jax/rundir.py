@@ -6,21 +6,20 @@ them; metrics.jsonl and tensorboard/ grow; checkpoints/ holds the newest and the
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import Store, open_store
 from lrkv_jax.settings import UserError
 from lrkv_jax.step import Program, Tokens, make_program
 
-WRITE_PROBE = ".write-probe"
 
-
-# What a run that was killed while it started may have left.
-FIRST_FILES = {"config.json", "corpus.json", "tokenizer.json", WRITE_PROBE}
+# What a run that was killed while it started may have left, besides scratch files (.name) of ours.
+FIRST_FILES = {"config.json", "corpus.json", "tokenizer.json"}
 
 
 def enter(run_dir: Path, config: RunConfig) -> Store:
@@ -30,19 +29,21 @@ def enter(run_dir: Path, config: RunConfig) -> Store:
     """
     if (run_dir / "config.json").exists():
         config.check_resume(RunConfig.load(run_dir), run_dir)
-        check_writable(run_dir)
+        lock(run_dir)
         return open_corpus(run_dir, config)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir}: {error.strerror}") from None
-    strangers = sorted(path.name for path in run_dir.iterdir() if path.name.removesuffix(".tmp") not in FIRST_FILES)
+    names = sorted(path.name for path in run_dir.iterdir())
+    strangers = [name for name in names if name.removesuffix(".tmp") not in FIRST_FILES and not name.startswith(".")]
     if strangers:
         raise UserError(f"--run-dir {run_dir}: holds {strangers[0]} and no config.json, so it is no run directory")
-    check_writable(run_dir)
+    lock(run_dir)
     store = open_store(config.data, config.model.vocab)
     store.tokenizer.save(run_dir / "tokenizer.json")
-    write_json(run_dir / "corpus.json", {"fingerprint": store.fingerprint, **counts(store)})
+    corpus = {"fingerprint": store.fingerprint, "store": store.directory.name, **counts(store)}
+    write_json(run_dir / "corpus.json", corpus)
     # Last: its presence says that the other two are whole.
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
     return store
@@ -56,8 +57,10 @@ def make_run_program(config: RunConfig, store: Store) -> Program:
 
 def open_corpus(run_dir: Path, config: RunConfig) -> Store:
     """The run's own corpus, made again where the cache has lost it. Raises UserError where it has changed since."""
-    store = open_store(config.data, config.model.vocab, tokenizer=run_dir / "tokenizer.json")
-    saved = read_json(run_dir / "corpus.json")["fingerprint"]
+    corpus = read_json(run_dir / "corpus.json")
+    tokenizer = run_dir / "tokenizer.json"
+    store = open_store(config.data, config.model.vocab, tokenizer=tokenizer, name=corpus["store"])
+    saved = corpus["fingerprint"]
     if store.fingerprint != saved:
         raise UserError(
             f"data.dataset = {config.data.dataset}: the corpus here (fingerprint {store.fingerprint}) is not the one "
@@ -71,14 +74,19 @@ def counts(store: Store) -> dict[str, Any]:
     return {split: store.counts(split)._asdict() for split in ("train", "validation", "test")}
 
 
-def check_writable(run_dir: Path) -> None:
-    """Raises UserError where the directory can't be written, before any work is done."""
-    probe = run_dir / WRITE_PROBE
+def lock(run_dir: Path) -> None:
+    """Takes the run directory for this process, till it ends. Raises UserError where another trains in it, or where
+    it can't be written, before any work is done."""
     try:
-        probe.write_text("")
-        probe.unlink()
+        _held.append((run_dir / ".lock").open("a"))
+        fcntl.flock(_held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"--run-dir {run_dir}: another process is training in it") from None
     except OSError as error:
         raise UserError(f"--run-dir {run_dir}: cannot be written ({error.strerror})") from None
+
+
+_held: list[IO[str]] = []  # locks of this process; closing a file would give its lock back
 
 
 def write_json(path: Path, value: Any) -> None:

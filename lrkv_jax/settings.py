@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import pydantic
 
-
 # What a machine says when it will not, rather than when a program is wrong.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 

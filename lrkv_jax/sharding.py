@@ -64,6 +64,11 @@ def make_mesh(config: MeshConfig) -> Mesh:
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def row_ways(mesh: Mesh) -> int:
+    """Ways in which the rows of a batch are split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def spec(axes: tuple[str | None, ...]) -> P:
     """PartitionSpec of logical names. Raises ValueError for an unknown name or a mesh axis used twice."""
     unknown = [name for name in axes if name is not None and name not in TABLE]

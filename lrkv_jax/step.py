@@ -49,6 +49,8 @@ class TrainConfig(Settings):
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
         if self.batch_size % self.microbatches:
             raise ValueError(f"microbatches = {self.microbatches}: must divide batch_size = {self.batch_size}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed = {self.seed}: must be at least 0 and below 2**32")
         if self.z_loss < 0:
             raise ValueError(f"z_loss = {self.z_loss}: must be 0 or more")
 
@@ -139,13 +141,18 @@ class Program:
         return jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads), nats, count
 
     def train_step(self, state: TrainState, tokens: Int[Array, "B T1"]) -> tuple[TrainState, dict[str, Array]]:
-        """One optimizer step. Metrics: loss (nats/token), global gradient norm before clipping, the matrices' rate."""
+        """One optimizer step.
+
+        Metrics: loss (nats/token), global gradient norm before clipping, global norm of the new parameters (so that
+        what is saved is known to be finite), rate of the matrices.
+        """
         grads, nats, count = self.gradient(state["params"], tokens)
         updates, opt = self.optimizer.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         metrics = {
             "loss": nats / jnp.maximum(count, 1),
             "grad_norm": optax.tree.norm(grads),
+            "param_norm": optax.tree.norm(params),
             "lr": self.rate(state["step"]),
         }
         return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from lrkv_jax import attention, sharding
 from lrkv_jax.layers import MLP, RMSNorm, parameter
@@ -120,7 +120,7 @@ class Transformer(nnx.Module):
         x = RMSNorm(self.config.width, self.config.norm_eps, gain=False)(x) if self.config.embed_norm else x
         graph, layers = nnx.split(self.blocks)
 
-        def layer(x: Array, state: nnx.State) -> tuple[Array, None]:
+        def layer(x: Array, state: PyTree) -> tuple[Array, None]:
             return nnx.merge(graph, state)(x, positions, segment_ids), None
 
         policy = REMAT[self.config.remat]
@@ -149,7 +149,7 @@ def softcap(logits: Float[Array, "*s V"], cap: float | None) -> Float[Array, "*s
 def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
     """`count` modules as one, each parameter stacked along a leading axis `layers`, its labels moved along by one."""
 
-    def state_of(key: Array) -> nnx.State:
+    def state_of(key: Array) -> PyTree:
         return nnx.state(make(nnx.Rngs(params=key)))
 
     def relabel(param: nnx.Param) -> nnx.Param:

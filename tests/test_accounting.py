@@ -63,6 +63,7 @@ FAMILIES = {
     "mla": mla.Config(heads=4, head_dim=64, latent=64),
     "lrkv": lrkv.Config(heads=4, head_dim=64, rank=24),
     "lrkv_shared": lrkv.Config(heads=4, head_dim=64, rank=24, rope_mode="shared"),
+    "lrkv_latent": lrkv.Config(heads=4, head_dim=64, rank=24, rope_mode="latent"),
 }
 
 

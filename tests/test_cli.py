@@ -32,7 +32,7 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def start(cache):
     """Starts a command in a process of its own, one CPU device."""
 
@@ -86,15 +86,19 @@ def last_step(run_dir):
 
 
 def final_state(run_dir):
-    """All arrays of the newest checkpoint by path: parameters, moments, counters."""
+    """All arrays of the last step."""
+    return state_of(run_dir, RunConfig.load(run_dir).train.steps)
+
+
+def state_of(run_dir, step):
+    """All arrays of a checkpoint by path: parameters, moments, counters."""
     config = RunConfig.load(run_dir)
     mesh = sharding.make_mesh(config.mesh)
     store = open_store(config.data, config.model.vocab, tokenizer=run_dir / "tokenizer.json", progress=False)
     program = make_run_program(config, store)
     checkpoints = Checkpointer(run_dir, config.checkpoint)
-    state, step = checkpoints.restore(program.abstract_state(mesh))
+    state, _ = checkpoints.restore(program.abstract_state(mesh), step)
     checkpoints.close()
-    assert step == config.train.steps
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
@@ -104,20 +108,22 @@ def history(run_dir):
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory):
-    """A place for the uninterrupted run that the killed ones are compared with."""
-    return tmp_path_factory.mktemp("runs") / "whole"
+def whole_run(tmp_path_factory, start):
+    """An uninterrupted run, which the killed ones are compared with."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    out, _ = finish(start("train.py", *LONG, "--run-dir", run_dir))
+    assert "test CE" in out
+    return run_dir
 
 
 def test_killed_run_continues_bit_for_bit(start, whole_run, tmp_path, cache, monkeypatch):
     """Bugs: resuming forgets something (moments, data order, schedule), doubles rows in metrics, uses a torn save."""
     monkeypatch.setenv("LRKV_CACHE", str(cache / "data"))
-    out, _ = finish(start("train.py", *LONG, "--run-dir", whole_run))
-    assert "test CE" in out
     run_dir = tmp_path / "killed"
+    newest = run_dir / "checkpoints" / "newest"
     moments = [
         lambda: last_step(run_dir) >= 4,
-        lambda: any((run_dir / "checkpoints" / "newest").glob("*orbax-checkpoint-tmp*")) and last_step(run_dir) >= 10,
+        lambda: any(newest.glob("*orbax-checkpoint-tmp*")) and last_step(run_dir) >= 10,  # in the middle of a save
         lambda: last_step(run_dir) >= 19,
         lambda: last_step(run_dir) >= 33,
     ]
@@ -197,13 +203,50 @@ def test_sigterm_saves_and_the_run_resumes(start, tmp_path):
     assert rows == list(range(1, len(rows) + 1))
 
 
-def test_nan_stops_the_run_and_spares_the_checkpoints(start, tmp_path):
-    """Bug: parameters that are not numbers are saved over good ones."""
+def test_nan_stops_the_run_and_spares_the_checkpoints(start, tmp_path, cache, monkeypatch):
+    """Bugs: parameters that are not numbers are saved over good ones; the line doesn't say where it happened."""
+    monkeypatch.setenv("LRKV_CACHE", str(cache / "data"))
     run_dir = tmp_path / "nan"
-    args = [*DEBUG, "--optimizer.peak-lr", "1e30", "--optimizer.clip-norm", "1e30", "--run-dir", run_dir]
-    args += ["--optimizer.warmup-steps", "0", "--model.logit-softcap", "None", "--checkpoint.every-steps", "1"]
-    line = mistake(start("train.py", *args, "--model.no-embed-norm"))
-    assert re.search(r"loss = \S+, lr = \S+, grad_norm = \S+ at step \d+ \(batch_at\(\d+\) of train.seed = 0\)", line)
+    args = [*DEBUG, "--checkpoint.every-steps", "1", "--run-dir", run_dir, "--model.logit-softcap", "None"]
+    args += ["--optimizer.peak-lr", "1e38", "--optimizer.schedule", "constant"]
+    line = mistake(start("train.py", *args))
+    assert re.search(r"at step (\d+) \(batch_at\(\d+\) of train.seed = 0\); last good checkpoint: (step|none)", line)
+    for step in (run_dir / "checkpoints" / "newest").glob("[0-9]*"):
+        for path, leaf in state_of(run_dir, int(step.name)).items():
+            assert np.isfinite(leaf).all(), (step, path)
+
+
+def test_two_devices_and_then_one(start, tmp_path):
+    """Bugs: the last line of a run on several devices fails; it can't be resumed or scored on other devices."""
+    run_dir = tmp_path / "two"
+    two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    out, _ = finish(start("train.py", *DEBUG, "--run-dir", run_dir, "--mesh.data", "2", **two))
+    assert "test CE" in out
+    on_two = json.loads((run_dir / "eval.json").read_text())
+    _, err = finish(start("eval.py", run_dir))
+    assert "needs 2 devices; there are 1" in err
+    on_one = json.loads((run_dir / "eval.json").read_text())
+    assert on_one == pytest.approx(on_two, rel=1e-6)
+
+
+def test_run_outlives_its_source(start, tmp_path):
+    """Bug: a finished run can't be scored once the text that it was made from has moved."""
+    text, run_dir = tmp_path / "text.jsonl", tmp_path / "run"
+    text.write_bytes((ROOT / "tests" / "text.jsonl").read_bytes())
+    finish(start("train.py", *DEBUG, "--data.path", text, "--run-dir", run_dir))
+    text.rename(tmp_path / "moved.jsonl")
+    finish(start("eval.py", run_dir))
+
+
+def test_one_process_trains_in_a_directory(start, tmp_path):
+    """Bug: two runs of the same command interleave their metrics and remove each other's saves."""
+    run_dir = tmp_path / "shared"
+    args = [*DEBUG, "--train.steps", "4000", "--checkpoint.every-steps", "4000", "--train.eval-every", "4000"]
+    first = start("train.py", *args, "--run-dir", run_dir)
+    wait_until(lambda: last_step(run_dir) >= 1, first)
+    assert "another process is training in it" in mistake(start("train.py", *args, "--run-dir", run_dir))
+    first.kill()
+    first.communicate()
 
 
 def test_dry_run_allocates_nothing_even_at_6_3b(start):
@@ -224,6 +267,7 @@ def test_help_lists_the_flags(start):
     [
         ("train.py", ["--train.stepz", "3"], "--train.stepz: no such flag; did you mean --train.steps"),
         ("train.py", ["--data.dataset", "no_such_set"], "no_such_set"),
+        ("train.py", [*DEBUG, "--mesh.data", "2"], "needs 2 devices; there are 1"),
         ("eval.py", ["/nowhere"], "/nowhere is no run directory"),
     ],
 )

@@ -10,7 +10,7 @@ from models import BEGIN, FAMILIES, B, T, batch, program
 
 from lrkv_jax import sharding
 from lrkv_jax.sharding import MeshConfig
-from lrkv_jax.step import Tokens, compile_train_step
+from lrkv_jax.step import Program, Tokens, compile_train_step
 
 
 def run(prog, mesh_config=None, steps=3):
@@ -99,7 +99,12 @@ def test_how_layers_run_changes_nothing(options):
     np.testing.assert_allclose(expected[1], found[1], rtol=1e-6)
 
 
-MESHES = {"8x1": {"data": 8}, "2x4": {"data": 2, "tensor": 4}, "4x2": {"fsdp": 4, "tensor": 2}}
+MESHES = {
+    "8x1": {"data": 8},
+    "2x4": {"data": 2, "tensor": 4},
+    "4x2": {"fsdp": 4, "tensor": 2},
+    "context": {"data": 2, "fsdp": 2, "context": 2},
+}
 
 
 @pytest.mark.parametrize("family", ["mqa", "mla", "lrkv"])
@@ -122,24 +127,17 @@ def test_meshes_agree(family):
             assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(a - start)
 
 
-def test_step_compiles_once_and_donates():
+def test_step_compiles_once_and_donates(monkeypatch):
     """Bugs: a retrace at every step; the old state kept beside the new one."""
+    chex.clear_trace_counter()
+    monkeypatch.setattr(Program, "train_step", chex.assert_max_traces(Program.train_step, n=1))
     prog = program()
     mesh = sharding.make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
-        abstract, _ = compile_train_step(prog, mesh)
-        placed = sharding.shardings(abstract)
-        state = jax.jit(prog.init_state, out_shardings=placed)(jax.random.key(0))
-        chex.clear_trace_counter()
-        traced = chex.assert_max_traces(prog.train_step, n=1)
-        step = jax.jit(
-            traced, donate_argnums=0, in_shardings=(placed, sharding.batch_sharding(mesh)), out_shardings=(placed, None)
-        )
+        abstract, step = compile_train_step(prog, mesh)
+        state = jax.jit(prog.init_state, out_shardings=sharding.shardings(abstract))(jax.random.key(0))
         old = jax.tree.leaves(state)
-        for seed in range(3):
-            tokens = jax.device_put(batch(seed), sharding.batch_sharding(mesh))
-            state, metrics = step(state, tokens)
-            metrics["loss"].block_until_ready()
+        advance(state, step, 3, lambda tokens: jax.device_put(tokens, sharding.batch_sharding(mesh)))
     assert all(leaf.is_deleted() for leaf in old if leaf.ndim)
 
 
@@ -153,9 +151,10 @@ def test_every_parameter_learns(family):
         assert np.abs(np.asarray(a.get_value()) - np.asarray(b.get_value())).max() > 0, path
 
 
-def test_strict_promotion_in_forward_and_loss():
+@pytest.mark.parametrize("model", [{}, {"norm_gain": True, "mlp": "swiglu", "tie_embeddings": True}])
+def test_strict_promotion_in_forward_and_loss(model):
     """Bug: a silent widening of dtypes or ranks."""
-    prog = program(dtype="bfloat16")
+    prog = program(dtype="bfloat16", tokens=Tokens(BEGIN, models.END, True), **model)
     params = prog.init_state(jax.random.key(0))["params"]
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         jax.eval_shape(prog.sums, params, batch())

@@ -60,7 +60,7 @@ def source_key(config: DataConfig) -> str:
             raise UserError(f"data.path = {config.path}: no such folder")
         files = sorted(path for path in root.rglob("*") if path.is_file())
     else:
-        return key_of(config.dataset)
+        return key_of(config.dataset, config.text_feature)
     stats = [(file, file.stat()) for file in files]
     seen = [(file.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
     return key_of(config.dataset, config.text_feature, seen)

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from lrkv_jax.data.corpus import Corpus
 
 
-def open_store(config: DataConfig, vocab: int, *, tokenizer: Path | None = None, progress: bool = True) -> Store:
+def open_store(
+    config: DataConfig, vocab: int, *, tokenizer: Path | None = None, name: str = "", progress: bool = True
+) -> Store:
     """The token store of a config, made first where the cache has none: dataset, tokenizer, tokens.
+
+    A store known by `name` (`Store.directory.name`) is opened as it is, though its source be gone.
 
     `vocab` is the model's vocabulary, which the tokenizer must fit; `tokenizer` a run directory's own tokenizer.json,
     which goes before `config.tokenizer` and training. Finished parts are kept, so a killed call goes on where it was,
@@ -33,13 +37,15 @@ def open_store(config: DataConfig, vocab: int, *, tokenizer: Path | None = None,
 
     cache = config.cache()
     with machine_refusals(cache):
+        if name and (cache / "stores" / name / MANIFEST).exists():
+            return Store(cache / "stores" / name, config)
         corpus = Corpus(config)
         ready = _tokenizer(config, vocab, tokenizer, corpus)
         directory = ready and _directory(config, corpus, ready)
         if directory and (directory / MANIFEST).exists():
             return Store(directory, config)  # needs no lock and no write: the cache may be read-only
-        name = config.dataset.replace("/", "-").replace(":", "-")
-        with only_process(cache / "locks" / name, f"{config.dataset} in {cache}"):
+        lock = cache / "locks" / config.dataset.replace("/", "-").replace(":", "-")
+        with only_process(lock, f"{config.dataset} in {cache}"):
             return _prepare(config, vocab, tokenizer, corpus, progress)
 
 
