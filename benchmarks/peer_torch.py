@@ -81,11 +81,20 @@ def compare(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
         for _ in range(options.rounds):
             ms = {side: 1e3 * statistics.median(child.run(options.steps)["seconds"]) for side, child in sides.items()}
             rounds.append({**ms, "ratio": ms["torch"] / ms["jax"]})
-            print(f"  ours {ms['jax']:7.1f} ms   torch {ms['torch']:7.1f} ms   ratio {rounds[-1]['ratio']:.2f}", flush=True)
+            print(
+                f"  ours {ms['jax']:7.1f} ms   torch {ms['torch']:7.1f} ms   ratio {rounds[-1]['ratio']:.2f}",
+                flush=True,
+            )
     ratio = statistics.median(turn["ratio"] for turn in rounds)
     best = {side: about[side]["tokens_per_step"] / min(turn[side] for turn in rounds) * 1e3 for side in about}
     print(f"  median ratio {ratio:.2f}; best round: ours {best['jax']:,.0f} tokens/s, torch {best['torch']:,.0f}")
-    return {"about": about, "first_losses": first, "rounds_ms": rounds, "best_tokens_per_s": best, "median_ratio": ratio}
+    return {
+        "about": about,
+        "first_losses": first,
+        "rounds_ms": rounds,
+        "best_tokens_per_s": best,
+        "median_ratio": ratio,
+    }
 
 
 def serve(run: Any, about: dict[str, Any]) -> None:

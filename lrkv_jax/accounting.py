@@ -91,7 +91,7 @@ def train_flops_per_token(config: RunConfig) -> float:
     )
     tokens = jax.ShapeDtypeStruct((1, config.data.context + 1), jnp.int32)
     program = _program(plain)
-    jaxpr = jax.make_jaxpr(lambda params, tokens: program.gradient(params, tokens))(abstract_parameters(plain), tokens)
+    jaxpr = jax.make_jaxpr(program.gradient)(abstract_parameters(plain), tokens)
     return dot_flops(jaxpr.jaxpr) / config.data.context
 
 

@@ -52,7 +52,7 @@ def standard() -> dict[str, RunConfig]:
             model=ModelConfig(layers=6, width=256, vocab=4096, dtype="bfloat16"),
             attention=family,
             data=DataConfig(context=256),
-            optimizer=OptimizerConfig(name="adamw", peak_lr=3e-4, schedule="constant"),
+            optimizer=OptimizerConfig(name="adamw", peak_lr=3e-4, schedule="wsd"),
             train=TrainConfig(batch_size=16),
         )
         for name, family in families.items()
@@ -232,12 +232,12 @@ def table(report: dict[str, Any]) -> str:
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     return "\n".join(
         [
-            f"{report['device']}; Python {report['python']}, jax {report['jax']}; {report['dtype']}, {report['layers']} "
-            f"layers, width {report['width']}, {report['batch_size']} x {report['context']} tokens a step; "
-            f"{report['rounds']} rounds of {report['steps']} steps",
+            f"{report['device']}; Python {report['python']}, jax {report['jax']}; {report['dtype']}, "
+            f"{report['layers']} layers, width {report['width']}, {report['batch_size']} x {report['context']} tokens "
+            f"a step; {report['rounds']} rounds of {report['steps']} steps",
             *text,
-            f"product: a square matrix product in {report['dtype']}, {report['product_flops'] / 1e9:,.0f} GFLOP/s at its "
-            f"best here. MiB: state, batch and temporaries as XLA plans them; this process held "
+            f"product: a square matrix product in {report['dtype']}, {report['product_flops'] / 1e9:,.0f} GFLOP/s "
+            f"at its best here. MiB: state, batch and temporaries as XLA plans them; this process held "
             f"{report['peak_rss_mib']:,.0f} MiB at most.",
         ]
     )
@@ -299,13 +299,21 @@ def chosen(reference: str | None, families: list[str] | None, dtype: str | None)
 def main() -> None:
     """Entry point."""
     options = parser().parse_args()
-    report = measure(chosen(options.config, options.families, options.dtype), options.rounds, options.steps)
+    configs = chosen(options.config, options.families, options.dtype)
+    if options.json is not None:
+        writing(options.json, "")  # before the minutes of measuring, not after
+    report = measure(configs, options.rounds, options.steps)
     print(table(report))
     if options.json is not None:
-        try:
-            options.json.write_text(json.dumps(report, indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"--json {options.json}: {error.strerror}") from None
+        writing(options.json, json.dumps(report, indent=2) + "\n")
+
+
+def writing(path: Path, text: str) -> None:
+    """Writes a file. Raises UserError where the machine refuses."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"--json {path}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from lrkv_jax import attention, sharding
-from lrkv_jax.layers import MLP, RMSNorm, parameter
+from lrkv_jax.layers import MLP, RMSNorm, parameter, rms_norm
 from lrkv_jax.settings import Settings
 
 REMAT = {
@@ -117,7 +117,7 @@ class Transformer(nnx.Module):
         """The final, normed residual stream."""
         x = self.embed.get_value().astype(jnp.dtype(self.config.dtype))[tokens]
         x = sharding.constrain(x, "batch", "length", "width")
-        x = RMSNorm(self.config.width, self.config.norm_eps, gain=False)(x) if self.config.embed_norm else x
+        x = rms_norm(x, self.config.norm_eps) if self.config.embed_norm else x
         graph, layers = nnx.split(self.blocks)
 
         def layer(x: Array, state: PyTree) -> tuple[Array, None]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from lrkv_jax import sharding
 from lrkv_jax.attention import core
-from lrkv_jax.layers import Projection
+from lrkv_jax.layers import Projection, constant
 from lrkv_jax.settings import Settings
 
 
@@ -39,16 +39,28 @@ class AttentionConfig(Settings):
         require(self.rope_base > 1, f"rope_base = {self.rope_base}: must be greater than 1")
 
 
+class GroupedConfig(AttentionConfig):
+    """Adds key/value heads (LRKV: residual heads) that groups of query heads share."""
+
+    kv_heads: int | None = None
+    """K, key/value heads, each read by H/K query heads; None = heads."""
+
+    def model_post_init(self, context: Any) -> None:
+        """Adds the check of groups."""
+        super().model_post_init(context)
+        require(self.groups >= 1, f"kv_heads = {self.kv_heads}: must be at least 1")
+        require(self.heads % self.groups == 0, f"kv_heads = {self.kv_heads}: must divide heads = {self.heads}")
+
+    @property
+    def groups(self) -> int:
+        """K with its default filled in."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+
 def require(condition: bool, message: str) -> None:
     """Raises ValueError, which pydantic turns into a validation error and the command line into one line."""
     if not condition:
         raise ValueError(message)
-
-
-def check_groups(heads: int, kv_heads: int) -> None:
-    """Key/value heads must be a positive divisor of the query heads."""
-    require(kv_heads >= 1, f"kv_heads = {kv_heads}: must be at least 1")
-    require(heads % kv_heads == 0, f"kv_heads = {kv_heads}: must divide heads = {heads}")
 
 
 def check_rotary(rotary_dim: int, head_dim: int) -> None:
@@ -82,6 +94,11 @@ class AttentionBase(nnx.Module):
             rngs=rngs,
             dtype=dtype,
         )
+
+    def bias(self, heads: int, axis: str, size: int | None = None) -> nnx.Param | None:
+        """A bias [heads, size], size C by default, where the config asks for biases."""
+        shape = (heads, self.config.head_dim if size is None else size)
+        return constant(0.0, shape, (axis, "head_dim")) if self.config.qkv_bias else None
 
     def query(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H Q"]:
         """Queries as `expand`'s keys meet them: rotated, normed, of the key width Q."""

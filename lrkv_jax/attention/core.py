@@ -61,7 +61,7 @@ def _weights(scores: Float[Array, "B K G T S"]) -> tuple[Float[Array, "B K G T S
     return exponentials / total, top + jnp.log(total)
 
 
-def _group(q: Float[Array, "B T H C"], k: Float[Array, "B S K C"]) -> Float[Array, "B T K G C"]:
+def _group(q: Float[Array, "B T H C"], k: Float[Array, "B S K Q"]) -> Float[Array, "B T K G C"]:
     """Query heads by the key/value head they read."""
     return q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
 
@@ -108,8 +108,8 @@ def _chunked_backward(scale: float, saved: tuple, d_out: Array) -> tuple[Array, 
     return jnp.concatenate(d_q, axis=1).reshape(q.shape), _sum(d_k, blocks), _sum(d_v, blocks), None
 
 
-def _sum(parts: list[Float[Array, "B K C S"]], blocks: list[tuple[int, int]]) -> Float[Array, "B S K C"]:
-    """Sums what each block of queries gives to the keys up to its own end, in float32."""
+def _sum(parts: list[Array], blocks: list[tuple[int, int]]) -> Array:
+    """Sums in float32 what each block of queries gives to the keys up to its end: [B, K, C, stop] each -> [B, S, K, C]."""
     columns = [
         sum(part[..., start:stop].astype(jnp.float32) for part in parts[i:]).astype(parts[0].dtype)
         for i, (start, stop) in enumerate(blocks)

@@ -11,30 +11,22 @@ from typing import Any, Literal
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from lrkv_jax.attention.base import AttentionBase, AttentionConfig, check_groups, check_rotary
-from lrkv_jax.layers import Projection, add_bias, constant, rms_norm, rope
+from lrkv_jax.attention.base import AttentionBase, GroupedConfig, check_rotary
+from lrkv_jax.layers import Projection, add_bias, rms_norm, rope
 
 
-class Config(AttentionConfig):
+class Config(GroupedConfig):
     """Grouped-query attention; kv_heads = heads is MHA, kv_heads = 1 is MQA."""
 
     family: Literal["gqa"] = "gqa"
     """The attention family."""
-    kv_heads: int | None = None
-    """K, key/value heads; None = heads (MHA)."""
     rotary_dim: int | None = None
     """Dimensions of a head that rotate, the first ones; None = all."""
 
     def model_post_init(self, context: Any) -> None:
-        """Adds the checks of groups and rotary dimensions."""
+        """Adds the check of rotary dimensions."""
         super().model_post_init(context)
-        check_groups(self.heads, self.groups)
         check_rotary(self.rotary, self.head_dim)
-
-    @property
-    def groups(self) -> int:
-        """K with its default filled in."""
-        return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def rotary(self) -> int:
@@ -55,12 +47,9 @@ class Attention(AttentionBase):
             shape, axes = (width, count, head_dim), ("embed", name, "head_dim")
             return Projection("btd,dhc->bthc", shape, axes, rngs=rngs, dtype=dtype)
 
-        def bias(count: int, name: str) -> nnx.Param | None:
-            return constant(0.0, (count, head_dim), (name, "head_dim")) if config.qkv_bias else None
-
-        self.w_q, self.bias_q = heads(config.heads, "heads"), bias(config.heads, "heads")
-        self.w_k, self.bias_k = heads(config.groups, "kv_heads"), bias(config.groups, "kv_heads")
-        self.w_v, self.bias_v = heads(config.groups, "kv_heads"), bias(config.groups, "kv_heads")
+        self.w_q, self.bias_q = heads(config.heads, "heads"), self.bias(config.heads, "heads")
+        self.w_k, self.bias_k = heads(config.groups, "kv_heads"), self.bias(config.groups, "kv_heads")
+        self.w_v, self.bias_v = heads(config.groups, "kv_heads"), self.bias(config.groups, "kv_heads")
 
     def query(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H C"]:
         """Rotated, normed queries."""

@@ -27,38 +27,30 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from lrkv_jax.attention.base import AttentionBase, AttentionConfig, check_groups, product, require
-from lrkv_jax.layers import Projection, add_bias, constant, rms_norm, rms_scale, rope, rope_angles
+from lrkv_jax.attention.base import AttentionBase, GroupedConfig, product, require
+from lrkv_jax.layers import Projection, add_bias, project, rms_norm, rms_scale, rope, rope_angles
 
 # Absorbing costs R·C per (query, head, token), expanding a block R·C per (head, token) and C per query: with more
 # queries than this, blocks are expanded.
 ABSORB_QUERIES = 2
 
 
-class Config(AttentionConfig):
+class Config(GroupedConfig):
     """Low-rank key-value attention."""
 
     family: Literal["lrkv"] = "lrkv"
     """The attention family."""
-    kv_heads: int | None = None
-    """K, residual heads, each shared by H/K query heads; None = heads."""
     rank: int = 12
     """R, rank of a head's residual; 0 is MQA."""
     rope_mode: Literal["full", "shared", "latent"] = "full"
     """Where rotation acts (module docstring); `latent` needs an even rank."""
 
     def model_post_init(self, context: Any) -> None:
-        """Adds the checks of groups, rank and mode."""
+        """Adds the checks of rank and mode."""
         super().model_post_init(context)
-        check_groups(self.heads, self.groups)
         require(self.rank >= 0, f"rank = {self.rank}: must be 0 or more")
         latent_odd = self.rope_mode == "latent" and self.rank % 2
         require(not latent_odd, f"rank = {self.rank}: must be even with rope_mode = latent, which rotates pairs of it")
-
-    @property
-    def groups(self) -> int:
-        """K with its default filled in."""
-        return self.heads if self.kv_heads is None else self.kv_heads
 
 
 class Attention(AttentionBase):
@@ -83,16 +75,13 @@ class Attention(AttentionBase):
             std = 0.1 / math.sqrt(rank) if rank else None
             return Projection("btkr,krc->btkc", shape, axes, std=std, rngs=rngs, dtype=dtype) if rank else None
 
-        def bias(count: int, name: str) -> nnx.Param | None:
-            return constant(0.0, (count, head_dim), (name, "head_dim")) if config.qkv_bias else None
-
         self.w_q = Projection(
             "btd,dhc->bthc", (width, heads, head_dim), ("embed", "heads", "head_dim"), rngs=rngs, dtype=dtype
         )
         self.w_k_shared, self.u_k, self.b_k = shared(), down(), up()
         self.w_v_shared, self.u_v, self.b_v = shared(), down(), up()
-        self.bias_q = bias(heads, "heads")
-        self.bias_k, self.bias_v = bias(groups, "kv_heads"), bias(groups, "kv_heads")
+        self.bias_q = self.bias(heads, "heads")
+        self.bias_k, self.bias_v = self.bias(groups, "kv_heads"), self.bias(groups, "kv_heads")
 
     def query(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H Q"]:
         """rope(q) [C] in mode full; [rope(q) ; q B_hᵀ] [C + R] in shared, its second part rotated too in latent."""
@@ -103,7 +92,7 @@ class Attention(AttentionBase):
         if config.rope_mode == "full" or not self._has_residual():
             return rotated
         grouped = self.group(q, config.groups)
-        code = jnp.einsum("btkgc,krc->btkgr", grouped, self._factor()).reshape(*q.shape[:3], -1)
+        code = project("btkgc,krc->btkgr", grouped, self._factor()).reshape(*q.shape[:3], -1)
         if config.rope_mode == "latent":
             code = rope(code, positions, config.rope_base, config.rank)
         return jnp.concatenate([rotated, code], axis=-1)

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from lrkv_jax.attention.base import AttentionBase, AttentionConfig, check_rotary, product, require
-from lrkv_jax.layers import Projection, add_bias, constant, rms_norm, rms_scale, rope
+from lrkv_jax.layers import Projection, add_bias, rms_norm, rms_scale, rope
 
 
 class Config(AttentionConfig):
@@ -64,15 +64,13 @@ class Attention(AttentionBase):
         def down(size: int, name: str) -> Projection:
             return Projection("btd,dl->btl", (width, size), ("embed", name), rngs=rngs, dtype=dtype)
 
-        def bias(size: int) -> nnx.Param | None:
-            return constant(0.0, (heads, size), ("heads", "head_dim")) if config.qkv_bias else None
-
         self.w_q = Projection(
             "btd,dhc->bthc", (width, heads, head_dim + rotary), ("embed", "heads", "head_dim"), rngs=rngs, dtype=dtype
         )
         self.w_down, self.w_rotary = down(latent, "latent"), down(rotary, "rotary") if rotary else None
         self.w_up_k, self.w_up_v = up(), up()
-        self.bias_q, self.bias_k, self.bias_v = bias(head_dim + rotary), bias(head_dim), bias(head_dim)
+        self.bias_q = self.bias(heads, "heads", head_dim + rotary)
+        self.bias_k, self.bias_v = self.bias(heads, "heads"), self.bias(heads, "heads")
 
     def query(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H Q"]:
         """Queries [nope; rotary], the second part rotated, both normed together."""
