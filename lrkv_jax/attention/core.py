@@ -109,7 +109,7 @@ def _chunked_backward(scale: float, saved: tuple, d_out: Array) -> tuple[Array, 
 
 
 def _sum(parts: list[Array], blocks: list[tuple[int, int]]) -> Array:
-    """Sums in float32 what each block of queries gives to the keys up to its end: [B, K, C, stop] each -> [B, S, K, C]."""
+    """What each block of queries gives to the keys before its end, [B, K, C, stop], summed in float32: [B, S, K, C]."""
     columns = [
         sum(part[..., start:stop].astype(jnp.float32) for part in parts[i:]).astype(parts[0].dtype)
         for i, (start, stop) in enumerate(blocks)
