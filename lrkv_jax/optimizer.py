@@ -33,6 +33,7 @@ import math
 from typing import Annotated, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jaxtyping import PyTree
@@ -114,7 +115,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def learning_rate(config: OptimizerConfig, steps: int, step: int | jax.Array) -> jax.Array:
     """The rate of the matrices at `step`, for logs: a float32 scalar; `step` may be traced."""
-    return config.peak_lr * make_schedule(config, steps)(step)
+    return jnp.asarray(config.peak_lr * make_schedule(config, steps)(step), jnp.float32)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, params: PyTree) -> optax.GradientTransformation:
