@@ -17,13 +17,13 @@ import jax
 from lrkv_jax import report, rundir, sharding
 from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
-from lrkv_jax.settings import UserError, command
+from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.sharding import MeshConfig
 
 
 def main() -> int:
     """Command line to exit status."""
-    parser = argparse.ArgumentParser(prog="eval.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(prog="eval.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--split", choices=("test", "validation"), default="test")
     parser.add_argument("--step", default="newest", help="newest, best, or a step's number")

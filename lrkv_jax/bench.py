@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from lrkv_jax import accounting, attention, sharding
 from lrkv_jax.config import RunConfig, load_configs
 from lrkv_jax.data import DataConfig
 from lrkv_jax.optimizer import OptimizerConfig
-from lrkv_jax.settings import UserError, command
+from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.step import Tokens, TrainConfig, compile_train_step, make_program
 from lrkv_jax.transformer import ModelConfig
 
@@ -241,14 +241,6 @@ def table(report: dict[str, Any]) -> str:
             f"{report['peak_rss_mib']:,.0f} MiB at most.",
         ]
     )
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are ours: one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises UserError instead of printing the usage."""
-        raise UserError(message)
 
 
 def parser() -> Parser:

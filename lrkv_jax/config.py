@@ -5,7 +5,6 @@ Also how the command line makes one: a config file's entry, overridden by flags,
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import difflib
 import functools
@@ -26,7 +25,7 @@ from lrkv_jax.attention.base import AttentionConfig
 from lrkv_jax.checkpoint import CheckpointConfig
 from lrkv_jax.data import DataConfig
 from lrkv_jax.optimizer import OptimizerConfig, make_schedule
-from lrkv_jax.settings import Settings, UserError, describe
+from lrkv_jax.settings import Parser, Settings, UserError, describe
 from lrkv_jax.sharding import MeshConfig
 from lrkv_jax.step import TrainConfig
 from lrkv_jax.transformer import ModelConfig
@@ -130,20 +129,17 @@ def load_configs(reference: str) -> tuple[str, RunConfig]:
 
 
 def parse_command(prog: str, doc: str, args: list[str] | None = None, *, trains: bool = True) -> Command:
-    """Reads `--config FILE[:key]`, every field as `--section.field VALUE`, and where it `trains` `--run-dir`, `--dry-run`.
+    """Reads `--config FILE[:key]`, each field as `--section.field VALUE`; where it `trains`, `--run-dir`, `--dry-run`.
 
     Raises UserError, one line, for an unknown flag, a wrong type or a refused value.
     """
     args = sys.argv[1:] if args is None else args
-    first = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, exit_on_error=False)
+    first = Parser(prog=prog, add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=DEFAULT_CONFIG, metavar="FILE[:KEY]", help="config file, and its entry")
     if trains:
         first.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<file>-<key>")
         first.add_argument("--dry-run", action="store_true", help="print parameters, cache and FLOPs; allocate nothing")
-    try:
-        options, rest = first.parse_known_args(args)
-    except argparse.ArgumentError as error:
-        raise UserError(str(error)) from None
+    options, rest = first.parse_known_args(args)
     name, default = load_configs(options.config)
     config = parse_fields(prog, f"{doc}\n\n{first.format_help()}", default, rest)
     # The run's later commands may start elsewhere.

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy in float32, as sums and counts, chunked over tokens so that all logits never exist at once."""
+"""Next-token cross-entropy in float32, as sums and counts, chunked over tokens: all logits never exist at once."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def sum_nats(
     chunks: int,
     z_loss: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """(Σ w·nats, Σ w·nats + z_loss·Σ w·logsumexp²): what is reported, and what is minimised (z-loss: PaLM, arXiv 2204.02311).
+    """(Σ w·nats, Σ w·nats + z_loss·Σ w·logsumexp²): what is reported, and what is minimised.
 
     The gradient of the second is formed in the forward pass, chunk by chunk, while the logits are at hand; the first
-    is a report and passes no gradient on. `chunks` must divide T.
+    is a report and passes no gradient on. `chunks` must divide T. The z-loss is that of PaLM (arXiv 2204.02311).
     """
     return _forward(hidden, unembed, labels, weights, softcap, chunks, z_loss, gradient=False)[0]
 

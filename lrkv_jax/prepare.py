@@ -2,7 +2,8 @@
 
     python -m lrkv_jax.prepare --config configs/tiny.py
 
-It takes train.py's flags for the config and its fields. Killed and started again it keeps what was finished; where all is there it only prints.
+It takes train.py's flags for the config and its fields. Killed and started again it keeps what was finished; where all
+is there it only prints.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from lrkv_jax.data import Store, open_store
 from lrkv_jax.settings import UserError
 from lrkv_jax.step import Program, Tokens, make_program
 
-
 # What a run that was killed while it started may have left, besides scratch files (.name) of ours.
 FIRST_FILES = {"config.json", "corpus.json", "tokenizer.json"}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import functools
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 import pydantic
 
@@ -16,6 +18,14 @@ REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, 
 
 class UserError(Exception):
     """A user's mistake or a machine's refusal, told in one line: the field, the value, and what would be right."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are ours: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError instead of printing the usage."""
+        raise UserError(message)
 
 
 class Settings(pydantic.BaseModel):

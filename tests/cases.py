@@ -22,7 +22,8 @@ SLOTS = 17  # of a cache: more than T, so that some are never filled
 EPS = 0.05  # large, so that an epsilon in the wrong place shows
 BASE = 50.0  # small, so that every pair turns noticeably within a few positions
 
-# Relative error (Frobenius norm) of a bfloat16 run against float32: at most 0.0069 measured over the cases with QK-norm and bias, twice that.
+# Relative error (Frobenius norm) of a bfloat16 run against float32: at most
+# 0.0069 measured over the cases with QK-norm and bias, twice that.
 BFLOAT16_ERROR = 0.014
 
 SHAPES = {

@@ -270,6 +270,7 @@ def test_help_lists_the_flags(start):
         ("train.py", ["--data.dataset", "no_such_set"], "no_such_set"),
         ("train.py", [*DEBUG, "--mesh.data", "2"], "needs 2 devices; there are 1"),
         ("eval.py", ["/nowhere"], "/nowhere is no run directory"),
+        ("eval.py", ["/nowhere", "--splitt", "test"], "unrecognized arguments: --splitt"),
     ],
 )
 def test_mistakes_end_in_one_line(start, tmp_path, script, args, says):

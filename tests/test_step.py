@@ -34,7 +34,8 @@ def advance(state, step, steps, place):
     return losses, state["params"]
 
 
-# Recorded on 2026-11-30 on a CPU, the same with jax 0.12.0.1 and 0.10.2; they change with the model's mathematics, init or optimizer.
+# Recorded on 2026-11-30 on a CPU, the same with jax 0.12.0.1 and 0.10.2; they change with the model's mathematics, init
+# or optimizer.
 GOLDEN = {
     "lrkv": [3.172849, 3.166504, 3.180552],
     "mha": [3.180965, 3.176663, 3.185458],
