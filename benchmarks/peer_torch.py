@@ -136,18 +136,14 @@ def jax_child(dtype: str, weights: Path) -> None:
     serve(run, about)
 
 
-def torch_child(dtype: str, weights: Path) -> None:
-    """Their side: the model, its start from `weights`, one compiled step."""
-    import numpy as np
+def torch_model(start: dict[str, Any], compute: Any, length: int) -> Any:
+    """The model as a PyTorch user writes it, of the sizes and with the weights of `start`."""
     import torch
     import torch.nn.functional as F
     from torch import Tensor, nn
 
-    start = {name: torch.from_numpy(array) for name, array in np.load(weights).items()}
     layers, width = start["blocks.attention.w_q.w"].shape[:2]
     vocab, hidden = start["embed"].shape[0], start["blocks.mlp.w_up.w"].shape[2]
-    batch = start.pop("batch").long()
-    compute = getattr(torch, dtype)
 
     def norm(x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), eps=EPS)
@@ -176,7 +172,7 @@ def torch_child(dtype: str, weights: Path) -> None:
             self.blocks = nn.ModuleList(Block() for _ in range(layers))
             self.unembed = nn.Linear(width, vocab, bias=False)
             frequencies = BASE ** (-torch.arange(HEAD_DIM // 2) * (2.0 / HEAD_DIM))
-            angles = torch.arange(batch.shape[1] - 1)[:, None] * frequencies
+            angles = torch.arange(length)[:, None] * frequencies
             self.register_buffer("cos", angles.cos(), persistent=False)
             self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -189,14 +185,33 @@ def torch_child(dtype: str, weights: Path) -> None:
 
     model = Model()
     with torch.no_grad():
-        model.embed.weight.copy_(start["embed"])
-        model.unembed.weight.copy_(start["unembed"].T)
-        for i, block in enumerate(model.blocks):
-            q, k, v = (start[f"blocks.attention.w_{name}.w"][i].flatten(1) for name in "qkv")
-            block.qkv.weight.copy_(torch.cat([q, k, v], dim=1).T)
-            block.out.weight.copy_(start["blocks.attention.w_o.w"][i].flatten(0, 1).T)
-            block.up.weight.copy_(start["blocks.mlp.w_up.w"][i].T)
-            block.down.weight.copy_(start["blocks.mlp.w_down.w"][i].T)
+        load(model, start)
+    return model
+
+
+def load(model: Any, start: dict[str, Any]) -> None:
+    """Copies our initial parameters into theirs."""
+    import torch
+
+    model.embed.weight.copy_(start["embed"])
+    model.unembed.weight.copy_(start["unembed"].T)
+    for i, block in enumerate(model.blocks):
+        q, k, v = (start[f"blocks.attention.w_{name}.w"][i].flatten(1) for name in "qkv")
+        block.qkv.weight.copy_(torch.cat([q, k, v], dim=1).T)
+        block.out.weight.copy_(start["blocks.attention.w_o.w"][i].flatten(0, 1).T)
+        block.up.weight.copy_(start["blocks.mlp.w_up.w"][i].T)
+        block.down.weight.copy_(start["blocks.mlp.w_down.w"][i].T)
+
+
+def torch_child(dtype: str, weights: Path) -> None:
+    """Their side: the model, its start from `weights`, one compiled step."""
+    import numpy as np
+    import torch
+    from torch import nn
+
+    start = {name: torch.from_numpy(array) for name, array in np.load(weights).items()}
+    batch = start.pop("batch").long()
+    model = torch_model(start, getattr(torch, dtype), batch.shape[1] - 1)
     matrices = [parameter for name, parameter in model.named_parameters() if name.startswith("blocks")]
     groups = [
         {"params": matrices, "weight_decay": 0.1},
