@@ -6,10 +6,10 @@
 What `--dry-run` prints, and the final test cross-entropy to expect (nats/token, mean of the seeds in results/tiny/):
 
                parameters  cache bytes/token  % of MHA  training FLOPs            CE
-    lrkv        3,225,600              3,424      55.7        3.62e+13         3.985
-    mha         3,342,336              6,144     100.0       3.769e+13         3.980
-    gqa         3,194,880              3,072      50.0        3.58e+13         4.006
-    mqa         3,096,576              1,024      16.7       3.455e+13         4.026
+    lrkv        3,225,600              3,424      55.7        3.62e+13         3.980
+    mha         3,342,336              6,144     100.0       3.769e+13         3.977
+    gqa         3,194,880              3,072      50.0        3.58e+13         3.999
+    mqa         3,096,576              1,024      16.7       3.455e+13         4.024
     mla         3,207,168                864      14.1       3.722e+13         4.040
 
 float32, since the speed of bfloat16 differs between laptop CPUs. The rates are the paper's for Muon, its embedding rate
