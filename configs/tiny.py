@@ -10,7 +10,7 @@ What `--dry-run` prints, and the final test cross-entropy to expect (nats/token,
     mha         3,342,336              6,144     100.0       3.769e+13         3.977
     gqa         3,194,880              3,072      50.0        3.58e+13         3.999
     mqa         3,096,576              1,024      16.7       3.455e+13         4.024
-    mla         3,207,168                864      14.1       3.722e+13         4.040
+    mla         3,207,168                864      14.1       3.722e+13         4.037
 
 float32, since the speed of bfloat16 differs between laptop CPUs. The rates are the paper's for Muon, its embedding rate
 lowered to the matrices'; they were tuned for no family. Two cores of a shared cloud CPU: 5 to 8 minutes.
