@@ -24,7 +24,7 @@ from lrkv_jax.data import Store
 from lrkv_jax.evaluate import evaluate, make_eval_step
 from lrkv_jax.metrics import Metrics, NotFinite
 from lrkv_jax.settings import UserError, command
-from lrkv_jax.step import Program, Tokens, compile_train_step, make_program
+from lrkv_jax.step import Program, compile_train_step
 
 
 class Stopped:
@@ -75,8 +75,7 @@ def check_fit(config: RunConfig, mesh: Mesh) -> None:
             f"train.batch_size = {config.train.batch_size} in {config.train.microbatches} microbatch(es): {rows} rows "
             f"don't divide over mesh data x fsdp = {ways}"
         )
-    tokens = Tokens(begin=0, end=0, mask_documents=False)
-    make_program(config.model, config.attention, config.train, config.optimizer, tokens).abstract_state(mesh)
+    accounting.textless_program(config).abstract_state(mesh)
 
 
 def finished(result_path: Path, config: RunConfig) -> bool:

@@ -20,8 +20,7 @@ from jaxtyping import PyTree
 from lrkv_jax import attention
 from lrkv_jax.attention.base import AttentionConfig, empty_cache
 from lrkv_jax.config import RunConfig
-from lrkv_jax.optimizer import OptimizerConfig
-from lrkv_jax.step import Tokens, make_program
+from lrkv_jax.step import Program, Tokens, make_program
 from lrkv_jax.transformer import ModelConfig
 
 
@@ -63,7 +62,7 @@ def accounts(config: RunConfig) -> Accounts:
 
 def abstract_parameters(config: RunConfig) -> PyTree:
     """Shapes of all parameters, labels included."""
-    return jax.eval_shape(_program(config).init_state, jax.random.key(0))["params"]
+    return jax.eval_shape(textless_program(config).init_state, jax.random.key(0))["params"]
 
 
 def cache_per_token(model: ModelConfig, family: AttentionConfig) -> tuple[int, int]:
@@ -90,7 +89,7 @@ def train_flops_per_token(config: RunConfig) -> float:
         }
     )
     tokens = jax.ShapeDtypeStruct((1, config.data.context + 1), jnp.int32)
-    program = _program(plain)
+    program = textless_program(plain)
     jaxpr = jax.make_jaxpr(program.gradient)(abstract_parameters(plain), tokens)
     return dot_flops(jaxpr.jaxpr) / config.data.context
 
@@ -124,9 +123,10 @@ def subjaxprs(params: Any) -> Iterator[jex.Jaxpr]:
             yield leaf
 
 
-def _program(config: RunConfig) -> Any:
+def textless_program(config: RunConfig) -> Program:
+    """The program of a config without a corpus, for shapes, costs and speed: which ids begin and end is no matter."""
     tokens = Tokens(begin=0, end=0, mask_documents=False)
-    return make_program(config.model, config.attention, config.train, OptimizerConfig(), tokens)
+    return make_program(config.model, config.attention, config.train, config.optimizer, tokens)
 
 
 def dry_run(config: RunConfig) -> str:

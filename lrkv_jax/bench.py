@@ -28,7 +28,7 @@ from lrkv_jax.config import RunConfig, load_configs
 from lrkv_jax.data import DataConfig
 from lrkv_jax.optimizer import OptimizerConfig
 from lrkv_jax.settings import Parser, UserError, command
-from lrkv_jax.step import Tokens, TrainConfig, compile_train_step, make_program
+from lrkv_jax.step import TrainConfig, compile_train_step
 from lrkv_jax.transformer import ModelConfig
 
 DTYPES = ("float32", "bfloat16")
@@ -63,8 +63,7 @@ class Stepper:
     """A run's compiled training step with its state and one batch of random tokens, ready to be timed."""
 
     def __init__(self, config: RunConfig, mesh: jax.sharding.Mesh):
-        tokens = Tokens(begin=0, end=0, mask_documents=False)
-        program = make_program(config.model, config.attention, config.train, config.optimizer, tokens)
+        program = accounting.textless_program(config)
         shape = (config.train.batch_size, config.data.context + 1)
         batch = np.random.default_rng(0).integers(0, config.model.vocab, shape, np.int32)
         with jax.set_mesh(mesh):

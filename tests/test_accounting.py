@@ -76,7 +76,7 @@ def test_flops_agree_with_xla(family):
         data=DataConfig(context=256),
         train=TrainConfig(loss_chunks=1, batch_size=1),
     )
-    program = accounting._program(run)
+    program = accounting.textless_program(run)
     params = accounting.abstract_parameters(run)
     tokens = jax.ShapeDtypeStruct((1, 257), jnp.int32)
     counted = jax.jit(program.gradient).lower(params, tokens).compile().cost_analysis()["flops"]
