@@ -1,6 +1,6 @@
 """Parameters, FLOPs and cache bytes, read off abstract shapes: nothing is allocated and no formula is kept here.
 
-Cache bytes are those of the arrays that `empty_cache` would allocate, key scales included. FLOPs are those of every
+Cache bytes are those of the arrays that `cache.allocate` would allocate, key scales included. FLOPs are those of every
 dot product in the traced forward and backward pass, with all T² scores (as is customary) and without recomputation,
 so that two runs compare by what their mathematics costs, not by how it was run.
 """
@@ -18,7 +18,8 @@ from jax.extend import core as jex
 from jaxtyping import PyTree
 
 from lrkv_jax import attention
-from lrkv_jax.attention.base import AttentionConfig, empty_cache
+from lrkv_jax.attention import cache
+from lrkv_jax.attention.base import AttentionConfig
 from lrkv_jax.config import RunConfig
 from lrkv_jax.step import Program, Tokens, make_program
 from lrkv_jax.transformer import ModelConfig
@@ -72,7 +73,7 @@ def cache_per_token(model: ModelConfig, family: AttentionConfig) -> tuple[int, i
         module = attention.build(
             family, width=model.width, eps=model.norm_eps, dtype=jnp.dtype(model.dtype), rngs=nnx.Rngs(params=0)
         )
-        return empty_cache(module, model.width, batch=1, slots=1)
+        return cache.allocate(module.entry_shapes(), batch=1, slots=1)
 
     leaves = jax.tree.leaves(jax.eval_shape(allocate))
     return sum(leaf.size for leaf in leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

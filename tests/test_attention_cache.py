@@ -1,5 +1,6 @@
 """What every attention family must do when decoding: same answer as the forward pass, from the cache it promises."""
 
+import functools
 import math
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from cases import BFLOAT16_ERROR, SLOTS, B, T, build, call, cases, inputs
 from flax import nnx
 
-from lrkv_jax.attention import core
+from lrkv_jax.attention import cache
 
 PLAIN, RECIPE = cases(qk_norm=False, qkv_bias=False), cases(qk_norm=True, qkv_bias=True)
 BRIEF = cases(brief=True, qk_norm=True, qkv_bias=True)
@@ -23,28 +24,27 @@ def entry_shapes(case, dtype=jnp.float32):
     return jax.eval_shape(lambda x: nnx.merge(graphdef, state).compress(x, positions), x.astype(dtype))
 
 
-def empty_cache(case, slots, fill=0.0):
-    """A cache for B rows of `slots` slots, full of something that must not matter."""
-    return jax.tree.map(lambda leaf: jnp.full((B, slots, *leaf.shape[2:]), fill, leaf.dtype), entry_shapes(case))
+def empty_cache(case, slots, fill=0.0, block=BLOCK):
+    """A cache for B rows of at least `slots` slots, full of something that must not matter."""
+    return jax.tree.map(lambda leaf: leaf + fill, cache.allocate(entry_shapes(case), B, slots, block=block))
 
 
-def step(module, cache, key_positions, x, positions, t):
+def step(module, stored, key_positions, x, positions, t, **how):
     """Caches the tokens x [B, n, D] at slots t, t+1, .., and lets each attend up to itself."""
-    write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, t, axis=1)  # noqa: E731
-    cache = jax.tree.map(write, cache, module.compress(x, positions))
-    key_positions = write(key_positions, positions)
-    lengths = jnp.broadcast_to(t + 1 + jnp.arange(x.shape[1]), x.shape[:2])
-    o = module.attend(module.query(x, positions), cache, key_positions, lengths, block=BLOCK)
-    return cache, key_positions, module.out(o)
+    slots = jnp.broadcast_to(t + jnp.arange(x.shape[1]), x.shape[:2])
+    stored = cache.write(stored, module.compress(x, positions), slots)
+    key_positions = jax.lax.dynamic_update_slice_in_dim(key_positions, positions, t, axis=1)
+    o = module.attend(module.query(x, positions), stored, key_positions, slots + 1, **how)
+    return stored, key_positions, module.out(o)
 
 
 def decode(case, x, positions, chunks):
     """The outputs [B, T, D] of decoding x in chunks of the given sizes, into a cache that starts full of garbage."""
-    cache, key_positions, outputs = empty_cache(case, SLOTS, fill=30.0), jnp.full((B, SLOTS), 977, jnp.int32), []
+    stored, key_positions, outputs = empty_cache(case, SLOTS, fill=30.0), jnp.full((B, SLOTS), 977, jnp.int32), []
     for end, n in zip(np.cumsum(chunks), chunks, strict=True):
         new = slice(end - n, end)
-        arguments = cache, key_positions, x[:, new], positions[:, new], jnp.asarray(end - n, jnp.int32)
-        cache, key_positions, y = call(case, step, *arguments)
+        arguments = stored, key_positions, x[:, new], positions[:, new], jnp.asarray(end - n, jnp.int32)
+        stored, key_positions, y = call(case, step, *arguments)
         outputs.append(y)
     return np.concatenate(outputs, axis=1)
 
@@ -62,10 +62,10 @@ def test_decoding_equals_forward(case):
 def test_attend_sees_its_lengths_exactly(case):
     """Bug: a length is off by one or shared between rows or queries; a later slot has influence."""
     x, positions = inputs(length=SLOTS)
-    q, cache, k, v = jax.tree.map(np.array, call(case, query_compress_expand, x, positions))
+    q, entry, k, v = jax.tree.map(np.array, call(case, query_compress_expand, x, positions))
     q = q[:, :3]
     lengths = jnp.array([[1, SLOTS, 6], [10, 5, 2]], jnp.int32)  # SLOTS: into the last, short block
-    o = np.asarray(call(case, attend, q, cache, positions, lengths))
+    o = np.asarray(call(case, attend, q, entry, positions, lengths))
 
     scale = nnx.merge(*build(case)).scale
     group = q.shape[2] // k.shape[2]
@@ -75,18 +75,18 @@ def test_attend_sees_its_lengths_exactly(case):
         np.testing.assert_allclose(o[b, t, h], weights / weights.sum() @ v[b, seen, h // group], atol=1e-5)
 
     for row, longest in enumerate(lengths.max(axis=1)):
-        for leaf in jax.tree.leaves(cache):
+        for leaf in jax.tree.leaves(entry):
             leaf[row, longest:] = 1e4
         positions = positions.at[row, longest:].add(7)
-    np.testing.assert_array_equal(o, call(case, attend, q, cache, positions, lengths))
+    np.testing.assert_array_equal(o, call(case, attend, q, entry, positions, lengths))
 
 
 @pytest.mark.parametrize("case", BRIEF)
 def test_a_query_that_sees_nothing_is_finite(case):
     """Bug: an inactive row of a batch, length 0, divides by zero; its NaN then spreads through the next layers."""
     x, positions = inputs(length=SLOTS)
-    q, cache, *_ = call(case, query_compress_expand, x, positions)
-    o = np.asarray(call(case, attend, q[:, :2], cache, positions, jnp.array([[0, 3], [0, 0]], jnp.int32)))
+    q, entry, *_ = call(case, query_compress_expand, x, positions)
+    o = np.asarray(call(case, attend, q[:, :2], entry, positions, jnp.array([[0, 3], [0, 0]], jnp.int32)))
     assert np.isfinite(o).all()
 
 
@@ -96,9 +96,10 @@ def query_compress_expand(module, x, positions):
     return module.query(x, positions), entry, *module.expand(entry, positions)
 
 
-def attend(module, q, cache, key_positions, lengths):
-    """Attention from the cache, in blocks that do not divide it."""
-    return module.attend(q, cache, key_positions, lengths, block=BLOCK)
+def attend(module, q, entry, key_positions, lengths):
+    """Attention from a cache of the entry, in blocks that do not divide it."""
+    stored = cache.allocate(module.entry_shapes(), B, SLOTS, block=BLOCK)
+    return module.attend(q, cache.write_blocks(stored, entry, 0), key_positions, lengths)
 
 
 def cached_values(config):
@@ -147,21 +148,23 @@ def test_attend_never_expands_the_cache(case, queries):
     """Bug: decoding forms the keys or values of all heads for the whole cache, which is what it exists to avoid."""
     slots = 601
     module, (x, positions) = nnx.merge(*build(case)), inputs(length=queries)
-    q, cache = jax.eval_shape(module.query, x, positions), jax.eval_shape(lambda: empty_cache(case, slots))
-    key_positions, lengths = jnp.zeros((B, slots), jnp.int32), jnp.full((B, queries), slots, jnp.int32)
+    q, stored = jax.eval_shape(module.query, x, positions), jax.eval_shape(lambda: empty_cache(case, slots, block=29))
+    slots = cache.slots(stored)
+    key_positions, lengths = jnp.zeros((1, slots), jnp.int32), jnp.full((B, queries), slots, jnp.int32)
 
-    def attend(q, cache):
-        return module.attend(q, cache, key_positions, lengths, block=29)
-
-    def attend_expanded(q, cache):
-        k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) + 0 for a in module.expand(cache, key_positions))
-        score = lambda entry, _: jnp.einsum("bthc,bshc->bhts", q, entry[0])  # noqa: E731
-        weigh = lambda weights, entry, _: jnp.einsum("bhts,bshc->bhtc", weights, entry[1])  # noqa: E731
-        return core.online_softmax(score, weigh, (k, v), key_positions, lengths, 29)
+    def attend(q, stored):
+        return module.attend(q, stored, key_positions, lengths)
 
     limit = B * slots * case.config.heads * case.config.head_dim
-    assert largest_intermediate(jax.make_jaxpr(attend)(q, cache).jaxpr) < limit
-    assert largest_intermediate(jax.make_jaxpr(attend_expanded)(q, cache).jaxpr) >= limit
+    assert largest_intermediate(jax.make_jaxpr(attend)(q, stored).jaxpr) < limit
+    assert largest_intermediate(jax.make_jaxpr(functools.partial(expand_all, module))(stored).jaxpr) >= limit
+
+
+def expand_all(module, stored):
+    """What decoding must not form: the keys of all heads for all slots."""
+    entry = cache.restore(stored, module.entry_shapes())
+    k, _ = module.expand(entry, jnp.zeros((B, cache.slots(stored)), jnp.int32))
+    return jnp.repeat(k, module.config.heads // k.shape[2], axis=2) + 0
 
 
 @pytest.mark.parametrize("case", BRIEF)

@@ -11,7 +11,7 @@ from cases import BFLOAT16_ERROR, EPS, B, D, T, build, call, cases, inputs, rand
 from flax import nnx
 
 from lrkv_jax import attention
-from lrkv_jax.attention import core
+from lrkv_jax.attention import cache, core
 
 PLAIN, RECIPE = cases(qk_norm=False, qkv_bias=False), cases(qk_norm=True, qkv_bias=True)
 BRIEF = cases(brief=True, qk_norm=True, qkv_bias=True)
@@ -127,8 +127,10 @@ def test_strict_about_dtypes_and_ranks(case, dtype):
     def decode(state, x):
         module = nnx.merge(graphdef, state)
         lengths = jnp.broadcast_to(jnp.arange(1, T + 1), (B, T))
-        o = module.attend(module.query(x, positions), module.compress(x, positions), positions, lengths, block=5)
-        return module.out(o)
+        stored = cache.write_blocks(
+            cache.allocate(module.entry_shapes(), B, T, block=5), module.compress(x, positions), 0
+        )
+        return module.out(module.attend(module.query(x, positions), stored, positions, lengths))
 
     x = x.astype(dtype)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):

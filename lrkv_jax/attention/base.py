@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from lrkv_jax import sharding
-from lrkv_jax.attention import core
+from lrkv_jax.attention import core, kernels
+from lrkv_jax.attention.cache import Cache, restore, to_blocks
+from lrkv_jax.attention.kernels.blocked import online_softmax, product
+from lrkv_jax.attention.kernels.form import Blocks, Queries, Sums
 from lrkv_jax.layers import Projection, constant
 from lrkv_jax.settings import Settings
 
@@ -76,14 +79,14 @@ class AttentionBase(nnx.Module):
 
     A family defines `query`, `compress` and `expand`, sets `scale` and `w_o`, and inherits the forward pass and a
     decoder that expands one block of the cache at a time. Where it can read the cache without expanding it, it
-    overrides `absorb`, `score`, `weigh` and `release`.
+    overrides `read` and `release`, which put it into the one form that all kernels take (kernels/form.py).
     """
 
     scale: float
     w_o: Projection
 
     def __init__(self, config: AttentionConfig, *, width: int, eps: float, out_std: float, dtype: Any, rngs: nnx.Rngs):
-        self.config, self.eps, self.dtype = config, eps, dtype
+        self.config, self.width, self.eps, self.dtype = config, width, eps, dtype
         heads, head_dim = config.heads, config.head_dim
         self.scale = 1 / math.sqrt(head_dim)
         self.w_o = Projection(
@@ -133,65 +136,100 @@ class AttentionBase(nnx.Module):
     def attend(
         self,
         q: Float[Array, "B T H Q"],
-        cache: dict[str, Array],
-        key_positions: Int[Array, "B S"],
+        cache: Cache,
+        key_positions: Int[Array, "b S"],
         lengths: Int[Array, "B T"],
-        block: int = 512,
+        tables: Any = None,
+        *,
+        implementation: kernels.Implementation = "blocked",
+        interpret: bool = False,
     ) -> Float[Array, "B T H C"]:
         """Attention straight from a cache of S slots; query t of row b sees the first lengths[b, t] of them.
 
-        What lies in later slots has no influence. Expanded keys or values exist for `block` positions at most.
+        What lies in later slots has no influence. One row of key positions (b = 1) holds for all. `tables` are
+        `self.tables(key_positions, S of a block)`, for callers that read many times at the same positions.
+
+        `reference` expands the whole cache. `blocked` reads a block at a time: compressed for few queries a row,
+        expanded for many. The Pallas kernels (`kernels.attend`) read it compressed, and take one query a row.
+        Raises ValueError where a family or a number of queries has no such implementation.
         """
-        absorbed = self.absorb(q)
-        sums = core.online_softmax(
-            lambda entry, positions: self.score(absorbed, entry, positions) * self.scale,
-            lambda weights, entry, positions: self.weigh(weights, entry, positions),
-            cache,
-            key_positions,
-            lengths,
-            block,
-        )
-        return self.release(sums).astype(self.dtype).transpose(0, 2, 1, 3)
+        if implementation == "reference":
+            o = self._attend_reference(q, cache, key_positions, lengths)
+        elif implementation == "blocked" and q.shape[1] > self.absorbed_queries:
+            o = self._attend_expanded(q, cache, key_positions, lengths)
+        else:
+            block = next(iter(cache.values())).shape[-1]
+            tables = self.tables(key_positions, block) if tables is None else tables
+            queries, blocks = self.read(q, cache, tables)
+            sums = kernels.attend(
+                queries, blocks, lengths, scale=self.scale, implementation=implementation, interpret=interpret
+            )
+            o = self.release(sums)
+        return ungroup(o, q.shape[1]).astype(self.dtype)
 
-    def absorb(self, q: Float[Array, "B T H Q"]) -> Any:
-        """What is computed of the queries once, before the cache is read."""
-        return q
+    absorbed_queries = 0
+    """Most queries a row for which `read` beats expanding; a family without `read` leaves it at 0."""
+    cache_axes: ClassVar[dict[str, tuple[str | None, ...]]] = {}
+    """Logical axes of the features of each leaf of an entry; a leaf that isn't named is replicated over heads."""
 
-    def score(self, q: Any, entry: dict[str, Array], positions: Int[Array, "B S"]) -> Float[Array, "B H T S"]:
-        """Unscaled float32 scores against a block of entries."""
-        k, _ = self.expand(entry, positions)
-        grouped = self.group(q, k.shape[2])
-        return self.ungroup(product("btkgc,bskc->bkgts", grouped, k))
+    def tables(self, key_positions: Int[Array, "b S"], block: int) -> Any:
+        """What `read` needs of the key positions alone, in blocks: made once, for all layers and steps."""
+        return None
 
-    def weigh(self, weights: Float[Array, "B H T S"], entry: dict[str, Array], positions: Int[Array, "B S"]) -> Any:
-        """Weighted sums of a block's values, in float32, leaves [B, H, T, ...]."""
-        _, v = self.expand(entry, positions)
-        grouped = weights.reshape(weights.shape[0], v.shape[2], -1, *weights.shape[2:])
-        return self.ungroup(product("bkgts,bskc->bkgtc", grouped, v))
+    def read(self, q: Float[Array, "B T H Q"], cache: Cache, tables: Any) -> tuple[Queries, Blocks]:
+        """The absorbed form: what the kernels read instead of keys and values."""
+        raise ValueError(f"attention family {self.config.family!r} reads its cache expanded only: use blocked")
 
-    def release(self, sums: Any) -> Float[Array, "B H T C"]:
-        """Turns the normalised sums into head outputs."""
-        return sums
+    def release(self, sums: Sums) -> Float[Array, "B K J C"]:
+        """Turns the kernels' sums into head outputs."""
+        raise NotImplementedError
 
-    @staticmethod
-    def group(q: Float[Array, "B T H Q"], kv_heads: int) -> Float[Array, "B T K G Q"]:
-        """Query heads by the key/value head they read."""
-        return q.reshape(*q.shape[:2], kv_heads, -1, q.shape[-1])
+    def entry_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the entry of one token, [1, 1, *f]."""
+        x = jax.ShapeDtypeStruct((1, 1, self.width), self.dtype)
+        positions = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        return nnx.eval_shape(lambda module, x, positions: module.compress(x, positions), self, x, positions)
 
-    @staticmethod
-    def ungroup(x: Float[Array, "B K G T X"]) -> Float[Array, "B H T X"]:
-        """The inverse, on the decoder's layout."""
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
+    def _attend_expanded(self, q: Array, cache: Cache, key_positions: Array, lengths: Array) -> Array:
+        """Keys and values of one block exist at a time."""
+        shapes, block = self.entry_shapes(), next(iter(cache.values())).shape[-1]
+        positions = to_blocks(key_positions, block)
+
+        def expand(block: tuple[Cache, Array]) -> tuple[Array, Array]:
+            cached, positions = block
+            return self.expand(restore(cached, shapes), jnp.broadcast_to(positions, (q.shape[0], positions.shape[-1])))
+
+        def score(block: tuple[Cache, Array]) -> Array:
+            k, _ = expand(block)
+            return product("bkjq,bskq->bkjs", group(q, k.shape[2]), k) * self.scale
+
+        def weigh(weights: Array, block: tuple[Cache, Array]) -> Array:
+            return product("bkjs,bskc->bkjc", weights, expand(block)[1])
+
+        return online_softmax(score, weigh, (cache, positions), lengths)
+
+    def _attend_reference(self, q: Array, cache: Cache, key_positions: Array, lengths: Array) -> Array:
+        """All keys, all scores, one softmax."""
+        entry = restore(cache, self.entry_shapes())
+        size = next(iter(entry.values())).shape[1]
+        k, v = self.expand(entry, jnp.broadcast_to(key_positions[:, :size], (q.shape[0], size)))
+        queries = group(q, k.shape[2])
+        scores = product("bkjq,bskq->bkjs", queries, k) * self.scale
+        lengths = jnp.tile(lengths, (1, queries.shape[2] // lengths.shape[1]))
+        seen = (jnp.arange(size)[None, None, :] < lengths[:, :, None])[:, None]
+        weights = jax.nn.softmax(jnp.where(seen, scores, core.NEGATIVE), axis=-1)
+        return product("bkjs,bskc->bkjc", jnp.where(seen, weights, 0.0), v)
 
 
-def product(equation: str, *operands: Array) -> Array:
-    """An einsum in float32. Blocks are upcast first: XLA's CPU backend has no fast bfloat16 matrix-vector product."""
-    return jnp.einsum(equation, *(operand.astype(jnp.float32) for operand in operands))
+def group(q: Float[Array, "B T H Q"], kv_heads: int) -> Float[Array, "B K J Q"]:
+    """The queries of each key/value head: row g·T + t is query t of the g-th head that reads it."""
+    batch, length, heads, size = q.shape
+    split = q.reshape(batch, length, kv_heads, heads // kv_heads, size)
+    return split.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
 
 
-def empty_cache(attention: AttentionBase, width: int, batch: int, slots: int) -> dict[str, Array]:
-    """A zeroed cache of [batch, slots, ...] leaves, with the shapes and dtypes that `compress` returns."""
-    x = jax.ShapeDtypeStruct((batch, slots, width), attention.dtype)
-    positions = jax.ShapeDtypeStruct((batch, slots), jnp.int32)
-    entry = nnx.eval_shape(lambda module, x, positions: module.compress(x, positions), attention, x, positions)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), entry)
+def ungroup(o: Float[Array, "B K J C"], length: int) -> Float[Array, "B T H C"]:
+    """The inverse."""
+    batch, kv_heads, rows, size = o.shape
+    split = o.reshape(batch, kv_heads, rows // length, length, size)
+    return split.transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, size)

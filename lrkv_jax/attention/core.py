@@ -1,13 +1,9 @@
-"""Scaled dot-product attention behind one argument: the plain reference, and causal blocks that skip the future.
-
-Also the online softmax over blocks of cached positions, on which every family's decoding stands.
-"""
+"""Scaled dot-product attention behind one argument: the plain reference, and causal blocks that skip the future."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -118,59 +114,3 @@ def _sum(parts: list[Array], blocks: list[tuple[int, int]]) -> Array:
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
-
-
-def online_softmax(
-    score: Callable[[Any, Array], Float[Array, "B H T S"]],
-    weigh: Callable[[Float[Array, "B H T S"], Any, Array], Any],
-    cache: Any,
-    key_positions: Int[Array, "B S"],
-    lengths: Int[Array, "B T"],
-    block: int,
-) -> Any:
-    """Softmax-weighted sums over a cache that is read once, a block of positions at a time.
-
-    `score(entries, positions)` gives the scaled scores of a block, `weigh(weights, entries, positions)` its weighted
-    sums, a pytree with leading dimensions [B, H, T]. Query t of row b sees the first lengths[b, t] slots. Blocks
-    beyond the longest length are not read. Arithmetic in float32.
-    """
-    slots = key_positions.shape[1]
-    block = min(block, slots)
-
-    def read(index: Array) -> tuple[Any, Array, Array]:
-        # The last block of a cache that is no multiple of `block` starts early; what it holds twice is masked once.
-        first = index * block
-        start = jnp.minimum(first, slots - block)
-        cut = lambda a: jax.lax.dynamic_slice_in_dim(a, start, block, axis=1)  # noqa: E731
-        entries, positions = jax.tree.map(cut, (cache, key_positions))
-        slot = start + jnp.arange(block, dtype=jnp.int32)
-        seen = (slot >= first)[None, None, :] & (slot[None, None, :] < lengths[:, :, None])
-        return entries, positions, seen[:, None]
-
-    def step(index: Array, carry: tuple) -> tuple:
-        top, total, sums = carry
-        entries, positions, seen = read(index)
-        scores = jnp.where(seen, score(entries, positions), NEGATIVE)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-        weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
-        shrink = jnp.exp(top - new_top)
-        sums = jax.tree.map(lambda old, new: old * shrink[..., None] + new, sums, weigh(weights, entries, positions))
-        return new_top, total * shrink + jnp.sum(weights, axis=-1), sums
-
-    first = jax.eval_shape(lambda: _first(score, weigh, read))
-    start = (
-        jnp.full(first[0].shape, NEGATIVE, jnp.float32),
-        jnp.zeros(first[0].shape, jnp.float32),
-        jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), first[1]),
-    )
-    blocks = -(-jnp.max(lengths) // block)
-    _, total, sums = jax.lax.fori_loop(0, blocks, step, start)
-    total = jnp.maximum(total, 1e-30)  # a query that sees nothing gets zeros
-    return jax.tree.map(lambda a: a / total[..., None], sums)
-
-
-def _first(score: Callable, weigh: Callable, read: Callable) -> tuple[Array, Any]:
-    """Shapes of a block's maxima and sums, so that the loop's carry needs no family to declare them."""
-    entries, positions, _ = read(jnp.zeros((), jnp.int32))
-    scores = score(entries, positions)
-    return scores[..., 0], weigh(scores, entries, positions)

@@ -6,12 +6,14 @@ the values: 2·K·C values a token.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from lrkv_jax.attention.base import AttentionBase, GroupedConfig, check_rotary
+from lrkv_jax.attention.base import AttentionBase, GroupedConfig, check_rotary, group
+from lrkv_jax.attention.cache import Cache
+from lrkv_jax.attention.kernels.form import Blocks, Queries, Sums
 from lrkv_jax.layers import Projection, add_bias, rms_norm, rope
 
 
@@ -63,6 +65,17 @@ class Attention(AttentionBase):
     def expand(self, entry: dict[str, Array], positions: Int[Array, "B S"]) -> tuple[Array, Array]:
         """Nothing to expand: the entry is the keys and values."""
         return entry["k"], entry["v"]
+
+    absorbed_queries = 1 << 30  # there is nothing to expand
+    cache_axes: ClassVar = {"k": ("kv_heads", "head_dim"), "v": ("kv_heads", "head_dim")}
+
+    def read(self, q: Float[Array, "B T H C"], cache: Cache, tables: None) -> tuple[Queries, Blocks]:
+        """Keys and values as they lie."""
+        return Queries(code=group(q, self.config.groups)), Blocks(k_code=cache["k"], v_code=cache["v"])
+
+    def release(self, sums: Sums) -> Float[Array, "B K J C"]:
+        """The summed values are the output."""
+        return sums.code
 
     def _rotate_norm(self, x: Array, positions: Array) -> Array:
         x = rope(x, positions, self.config.rope_base, self.config.rotary)

@@ -21,18 +21,17 @@ residual carries none.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from lrkv_jax.attention.base import AttentionBase, GroupedConfig, product, require
+from lrkv_jax.attention.base import AttentionBase, GroupedConfig, group, require
+from lrkv_jax.attention.cache import Cache, to_blocks
+from lrkv_jax.attention.kernels.blocked import product
+from lrkv_jax.attention.kernels.form import Blocks, Queries, Sums
 from lrkv_jax.layers import Projection, add_bias, project, rms_norm, rms_scale, rope, rope_angles
-
-# Absorbing costs R·C per (query, head, token), expanding a block R·C per (head, token) and C per query: with more
-# queries than this, blocks are expanded.
-ABSORB_QUERIES = 2
 
 
 class Config(GroupedConfig):
@@ -91,7 +90,7 @@ class Attention(AttentionBase):
         rotated = rope(q, positions, config.rope_base)
         if config.rope_mode == "full" or not self._has_residual():
             return rotated
-        grouped = self.group(q, config.groups)
+        grouped = q.reshape(*q.shape[:2], config.groups, -1, q.shape[-1])
         code = project("btkgc,krc->btkgr", grouped, self._factor()).reshape(*q.shape[:3], -1)
         if config.rope_mode == "latent":
             code = rope(code, positions, config.rope_base, config.rank)
@@ -151,58 +150,50 @@ class Attention(AttentionBase):
             return ones
         return entry["k_code"] if self.bias_k is None else jnp.concatenate([entry["k_code"], ones], axis=-1)
 
-    def absorb(self, q: Float[Array, "B T H Q"]) -> dict[str, Array]:
-        """Splits the query by what it meets; in mode full forms M_h [B, T, K, G, R, C] for a few queries."""
-        head_dim, groups = self.config.head_dim, self.config.groups
-        absorbed = {"shared": q[..., :head_dim]}
-        if not self._has_residual():
-            return absorbed
-        if self.config.rope_mode != "full":
-            return absorbed | {"code": self.group(q[..., head_dim:], groups)}
-        if q.shape[1] > ABSORB_QUERIES:
-            return absorbed | {"expanded": self.group(q, groups)}
-        q_a, q_b = jnp.split(self.group(q, groups).astype(jnp.float32)[..., None, :], 2, axis=-1)
-        b_a, b_b = jnp.split(self._factor().astype(jnp.float32)[None, None, :, None], 2, axis=-1)
-        return absorbed | {"m": jnp.concatenate([q_a * b_a + q_b * b_b, q_b * b_a - q_a * b_b], axis=-1)}
+    cache_axes: ClassVar = {
+        "k_shared": ("head_dim",),
+        "v_shared": ("head_dim",),
+        "k_code": ("kv_heads", "rank"),
+        "v_code": ("kv_heads", "rank"),
+        "k_scale": ("kv_heads",),
+    }
 
-    def score(
-        self, q: dict[str, Array], entry: dict[str, Array], positions: Int[Array, "B S"]
-    ) -> Float[Array, "B H T S"]:
-        """Shared part plus residual part, times the key scale; the codes are read once and never expanded."""
-        scores = product("bthc,bsc->bhts", q["shared"], entry["k_shared"])
-        if "code" in q:
-            scores += self.ungroup(product("btkgr,bskr->bkgts", q["code"], self._code(entry)))
-        elif "m" in q:
-            angles = jnp.concatenate(rope_angles(positions, self.config.head_dim, self.config.rope_base), axis=-1)
-            w = product("btkgrc,bsc->bkgtrs", q["m"], angles)
-            code = self._code(entry).astype(jnp.float32).transpose(0, 2, 3, 1)[:, :, None, None]
-            scores += self.ungroup(jnp.sum(w * code, axis=-2))
-        elif "expanded" in q:
-            residual = rope(self._residual(entry), positions, self.config.rope_base)
-            scores += self.ungroup(product("btkgc,bskc->bkgts", q["expanded"], residual))
-        if "k_scale" in entry:
-            scale = entry["k_scale"].transpose(0, 2, 1)[:, :, None, None]
-            by_group = scores.reshape(scores.shape[0], self.config.groups, -1, *scores.shape[2:])
-            scores = self.ungroup(by_group * scale)
-        return scores
+    @property
+    def absorbed_queries(self) -> int:
+        """M costs R·C operations per (query, head, token), as expanding does per (head, token)."""
+        return 2 if self.config.rope_mode == "full" else 8
 
-    def weigh(
-        self, weights: Float[Array, "B H T S"], entry: dict[str, Array], positions: Int[Array, "B S"]
-    ) -> dict[str, Array]:
-        """a_h V_shared [B, H, T, C] and a_h code_h [B, H, T, R]: values need no rotation, so two thin products do."""
-        sums = {"shared": product("bhts,bsc->bhtc", weights, entry["v_shared"])}
-        if self.b_v is not None:
-            grouped = weights.reshape(weights.shape[0], self.config.groups, -1, *weights.shape[2:])
-            sums["code"] = self.ungroup(product("bkgts,bskr->bkgtr", grouped, entry["v_code"]))
-        return sums
+    def tables(self, key_positions: Int[Array, "b S"], block: int) -> Float[Array, "n b C s"] | None:
+        """In mode full cs_s = [cos θ_m s ; sin θ_m s] of every slot."""
+        if self.config.rope_mode != "full" or not self._has_residual():
+            return None
+        angles = rope_angles(key_positions, self.config.head_dim, self.config.rope_base)
+        return to_blocks(jnp.concatenate(angles, axis=-1), block)
 
-    def release(self, sums: dict[str, Array]) -> Float[Array, "B H T C"]:
+    def read(self, q: Float[Array, "B T H Q"], cache: Cache, tables: Array | None) -> tuple[Queries, Blocks]:
+        """Splits the query by what it meets; in mode full forms M_h. The codes are read once and never expanded."""
+        head_dim = self.config.head_dim
+        q = group(q, self.config.groups)
+        queries = Queries(shared=q[..., :head_dim])
+        if self._has_residual():
+            rows = q[..., head_dim:] if self.config.rope_mode != "full" else self._rotation(q)
+            axis = 3  # R, whose last row is the bias where there is one
+            count = 0 if self.b_k is None else self.config.rank
+            code, bias = jnp.split(rows, (count,), axis=axis)
+            code, bias = code if count else None, bias.squeeze(axis) if self.bias_k is not None else None
+            names = ("m", "m_bias") if self.config.rope_mode == "full" else ("code", "bias")
+            queries = queries._replace(**dict(zip(names, (code, bias), strict=True)))
+        return queries, Blocks(**{name: cache.get(name) for name in self.cache_axes}, angles=tables)
+
+    def _rotation(self, q: Float[Array, "B K J C"]) -> Float[Array, "B K J R C"]:
+        """M_h of every query row, in float32, a bias row included."""
+        q_a, q_b = jnp.split(q.astype(jnp.float32)[..., None, :], 2, axis=-1)
+        b_a, b_b = jnp.split(self._factor().astype(jnp.float32)[None, :, None], 2, axis=-1)
+        return jnp.concatenate([q_a * b_a + q_b * b_b, q_b * b_a - q_a * b_b], axis=-1)
+
+    def release(self, sums: Sums) -> Float[Array, "B K J C"]:
         """o_h = a_h V_shared + (a_h code_h) B_h, and the value bias, over which the weights sum to 1."""
-        o = sums["shared"]
-        grouped = o.reshape(o.shape[0], self.config.groups, -1, *o.shape[2:])
+        o = sums.shared
         if self.b_v is not None:
-            code = sums["code"].reshape(*grouped.shape[:-1], self.config.rank)
-            grouped = grouped + product("bkgtr,krc->bkgtc", code, self.b_v.weight())
-        if self.bias_v is not None:
-            grouped = grouped + self.bias_v.get_value()[None, :, None, None]
-        return self.ungroup(grouped)
+            o = o + product("bkjr,krc->bkjc", sums.code, self.b_v.weight())
+        return o if self.bias_v is None else o + self.bias_v.get_value()[None, :, None]

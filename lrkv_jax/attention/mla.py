@@ -13,13 +13,16 @@ a diagonal factor of W_up.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from lrkv_jax.attention.base import AttentionBase, AttentionConfig, check_rotary, product, require
+from lrkv_jax.attention.base import AttentionBase, AttentionConfig, check_rotary, group, require
+from lrkv_jax.attention.cache import Cache
+from lrkv_jax.attention.kernels.blocked import product
+from lrkv_jax.attention.kernels.form import Blocks, Queries, Sums
 from lrkv_jax.layers import Projection, add_bias, rms_norm, rms_scale, rope
 
 
@@ -79,56 +82,44 @@ class Attention(AttentionBase):
         return rms_norm(q, self.eps) if self.config.qk_norm else q
 
     def compress(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> dict[str, Array]:
-        """Normed latent [B, T, L], rotated shared key [B, T, P]; with QK-norm float32 key scales [B, T, H]."""
-        entry = {"latent": rms_norm(self.w_down(x), self.eps)}
+        """Normed latent and rotated shared key as one vector [B, T, L+P]; with QK-norm float32 key scales [B, T, H]."""
+        latent = rms_norm(self.w_down(x), self.eps)
         if self.w_rotary is not None:
-            entry["k_rotary"] = rope(self.w_rotary(x), positions, self.config.rope_base)
-        if self.config.qk_norm:
-            entry["k_scale"] = rms_scale(self._compose(entry), self.eps)
-        return entry
+            rotary = rope(self.w_rotary(x), positions, self.config.rope_base)
+            latent = jnp.concatenate([latent, rotary], axis=-1)
+        scale = {"k_scale": rms_scale(self._compose(latent), self.eps)} if self.config.qk_norm else {}
+        return {"latent": latent, **scale}
 
     def expand(self, entry: dict[str, Array], positions: Int[Array, "B S"]) -> tuple[Array, Array]:
         """Keys [B, S, H, C+P] and values [B, S, H, C]."""
-        k = self._compose(entry)
+        k = self._compose(entry["latent"])
         # The same scale as the cached one; recomputed, so that training has no second use of the composed key.
         k = rms_norm(k, self.eps) if self.config.qk_norm else k
-        return k, add_bias(self.w_up_v(entry["latent"]), self.bias_v)
+        return k, add_bias(self.w_up_v(entry["latent"][..., : self.config.latent]), self.bias_v)
 
-    def _compose(self, entry: dict[str, Array]) -> Float[Array, "B S H Q"]:
-        nope = add_bias(self.w_up_k(entry["latent"]), self.bias_k)
-        if "k_rotary" not in entry:
-            return nope
-        shared = jnp.broadcast_to(entry["k_rotary"][:, :, None], (*nope.shape[:3], self.config.rotary))
+    def _compose(self, cached: Float[Array, "B S X"]) -> Float[Array, "B S H Q"]:
+        """[nope ; rotary] keys of cached vectors [latent ; rotary]."""
+        latent, rotary = jnp.split(cached, (self.config.latent,), axis=-1)
+        nope = add_bias(self.w_up_k(latent), self.bias_k)
+        shared = jnp.broadcast_to(rotary[:, :, None], (*nope.shape[:3], rotary.shape[-1]))
         return jnp.concatenate([nope, shared], axis=-1)
 
-    def absorb(self, q: Float[Array, "B T H Q"]) -> dict[str, Array]:
-        """Moves W_up,K to the query side: q_h W_up,K,hᵀ [B, T, H, L]; a key bias gives one number per query."""
+    absorbed_queries = 8
+    cache_axes: ClassVar = {"latent": ("latent",), "k_scale": ("heads",)}
+
+    def read(self, q: Float[Array, "B T H Q"], cache: Cache, tables: None) -> tuple[Queries, Blocks]:
+        """Moves W_up,K to the query side: [q_nope W_up,Kᵀ ; q_rotary] meets the cached vector, which is the value too.
+
+        A key bias gives one number per query.
+        """
+        q = group(q, self.config.heads)
         nope, rotary = jnp.split(q, (self.config.head_dim,), axis=-1)
-        absorbed = {"latent": product("bthc,lhc->bthl", nope, self.w_up_k.weight()), "rotary": rotary}
-        if self.bias_k is not None:
-            absorbed["bias"] = product("bthc,hc->bht", nope, self.bias_k.get_value())
-        return absorbed
+        latent = product("bhjc,lhc->bhjl", nope, self.w_up_k.weight()).astype(self.dtype)
+        bias = None if self.bias_k is None else product("bhjc,hc->bhj", nope, self.bias_k.get_value())
+        shared = jnp.concatenate([latent, rotary], axis=-1)
+        return Queries(shared=shared, bias=bias), Blocks(k_shared=cache["latent"], k_scale=cache.get("k_scale"))
 
-    def score(
-        self, q: dict[str, Array], entry: dict[str, Array], positions: Int[Array, "B S"]
-    ) -> Float[Array, "B H T S"]:
-        """q_latent · c + q_rotary · k_rotary, times the head's key scale."""
-        scores = product("bthl,bsl->bhts", q["latent"], entry["latent"])
-        if "k_rotary" in entry:
-            scores += product("bthp,bsp->bhts", q["rotary"], entry["k_rotary"])
-        if "bias" in q:
-            scores += q["bias"][..., None]
-        if "k_scale" in entry:
-            scores *= entry["k_scale"].transpose(0, 2, 1)[:, :, None]
-        return scores
-
-    def weigh(
-        self, weights: Float[Array, "B H T S"], entry: dict[str, Array], positions: Int[Array, "B S"]
-    ) -> Float[Array, "B H T L"]:
-        """Weighted sums of the latents themselves."""
-        return product("bhts,bsl->bhtl", weights, entry["latent"])
-
-    def release(self, sums: Float[Array, "B H T L"]) -> Float[Array, "B H T C"]:
+    def release(self, sums: Sums) -> Float[Array, "B H J C"]:
         """Expands the summed latent by W_up,V, once a query and not once a token; weights sum to 1 over the bias."""
-        o = product("bhtl,lhc->bhtc", sums, self.w_up_v.weight())
+        o = product("bhjl,lhc->bhjc", sums.shared[..., : self.config.latent], self.w_up_v.weight())
         return o if self.bias_v is None else o + self.bias_v.get_value()[None, :, None]

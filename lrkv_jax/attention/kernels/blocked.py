@@ -75,10 +75,12 @@ def online_softmax(
     rows, size = shapes[0].shape[:-1], shapes[0].shape[-1]
     seen_lengths = jnp.tile(lengths, (1, rows[2] // lengths.shape[1]))[:, None, :, None]
 
+    slot = jnp.arange(size, dtype=jnp.int32)
+
     def step(index: Array, carry: tuple) -> tuple:
         top, total, sums = carry
         block = cut(index)
-        seen = index * size + jnp.arange(size, dtype=jnp.int32) < seen_lengths
+        seen = (index * size + slot)[None, None, None, :] < seen_lengths
         scores = jnp.where(seen, score(block), NEGATIVE)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)

@@ -6,7 +6,7 @@ A family says what it reads as `Queries` and `Blocks`; for query row j of key/va
                                      + m_bias · cs(s) + bias ]
     sums  = Σ_s softmax(score)(s) · { v_shared(s), v_code_k(s) }
 
-where what is None is absent. GQA has codes only (its keys), MLA the shared part only (its latent, key and value in one),
+Absent where None. GQA has codes only (its keys), MLA the shared part only (its latent, key and value in one),
 LRKV both; M and cs(s) are its rotation matrix and the angles of position s (attention/lrkv.py). Letters as in the
 package; n blocks of S positions; J = G·T query rows of a key/value head, row g·T + t being query t of group member g.
 

@@ -1,0 +1,102 @@
+"""The cache of one layer: what `compress` returns, stored in blocks with positions last (kernels/form.py says why).
+
+A leaf [B, T, *f] of an entry is stored as [n, B, *f, S]: n blocks of S slots, slot i of a row being position i mod S of
+block i // S. Where a device's tiles ask for it, the last feature dimension is padded with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+Entry = dict[str, Array]
+Cache = dict[str, Array]
+
+BLOCK = 512  # slots; 256 to 512 are fastest on a CPU (docs/log.md)
+
+
+def allocate(
+    shapes: dict[str, jax.ShapeDtypeStruct],
+    batch: int,
+    slots: int,
+    *,
+    block: int | None = None,
+    rows: Callable[[int, Any], int] = lambda size, dtype: size,
+) -> Cache:
+    """A zeroed cache for `slots` tokens of each of `batch` rows, of entries with leaves [1, 1, *f].
+
+    `block` is S, by default BLOCK or all slots if they are fewer; `rows(size, dtype)` pads the last feature dimension.
+    """
+    block = min(BLOCK, slots) if block is None else block
+    blocks = -(-slots // block)
+
+    def leaf(shape: jax.ShapeDtypeStruct) -> Array:
+        *features, last = shape.shape[2:]
+        return jnp.zeros((blocks, batch, *features, rows(last, shape.dtype), block), shape.dtype)
+
+    return {name: leaf(shape) for name, shape in shapes.items()}
+
+
+def slots(cache: Any) -> int:
+    """Slots of a row, of a concrete or an abstract cache."""
+    leaf = next(iter(cache.values()))
+    return leaf.shape[0] * leaf.shape[-1]
+
+
+def write(cache: Cache, entry: Entry, slots: Int[Array, "B T"]) -> Cache:
+    """Puts the tokens of an entry into the given slots of their rows; slots beyond the cache are left out."""
+    rows = jnp.arange(slots.shape[0], dtype=slots.dtype)[:, None]
+
+    def put(stored: Array, new: Array) -> Array:
+        block = stored.shape[-1]
+        return stored.at[slots // block, rows, ..., slots % block].set(_pad(new, stored.shape[-2]))
+
+    return {name: put(stored, entry[name]) for name, stored in cache.items()}
+
+
+def write_blocks(cache: Cache, entry: Entry, first: Int[Array, ""] | int) -> Cache:
+    """Puts the tokens of an entry into whole blocks from block `first` on: one copy, whatever the number of tokens.
+
+    The last block's slots beyond the entry are overwritten with zeros.
+    """
+
+    def put(stored: Array, new: Array) -> Array:
+        start = (first, *(0,) * (stored.ndim - 1))
+        return jax.lax.dynamic_update_slice(stored, to_blocks(_pad(new, stored.shape[-2]), stored.shape[-1]), start)
+
+    return {name: put(stored, entry[name]) for name, stored in cache.items()}
+
+
+def to_blocks(leaf: Array, block: int) -> Array:
+    """[B, T, *f] -> [n, B, *f, S], the last block filled up with zeros."""
+    blocks = -(-leaf.shape[1] // block)
+    filled = jnp.pad(leaf, [(0, 0), (0, blocks * block - leaf.shape[1])] + [(0, 0)] * (leaf.ndim - 2))
+    split = filled.reshape(leaf.shape[0], blocks, block, *leaf.shape[2:])
+    return jnp.moveaxis(split, (1, 2), (0, -1))
+
+
+def restore(cache: Cache, shapes: dict[str, jax.ShapeDtypeStruct]) -> Entry:
+    """The entry of a whole cache, [B, n·S, *f], or of one block of it, [B, S, *f], without padding."""
+
+    def leaf(stored: Array, shape: jax.ShapeDtypeStruct) -> Array:
+        stored = stored[None] if stored.ndim == len(shape.shape) else stored
+        entry = jnp.moveaxis(stored, (0, -1), (1, 2))
+        return entry.reshape(entry.shape[0], -1, *entry.shape[3:])[..., : shape.shape[-1]]
+
+    return {name: leaf(stored, shapes[name]) for name, stored in cache.items()}
+
+
+def bytes_of(cache: Any) -> int:
+    """Bytes of all leaves, concrete or abstract."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+
+def _pad(new: Array, size: int) -> Array:
+    """Zeros after the last feature dimension, up to `size`."""
+    missing = size - new.shape[-1]
+    return jnp.pad(new, [(0, 0)] * (new.ndim - 1) + [(0, missing)]) if missing else new
