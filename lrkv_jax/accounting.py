@@ -63,7 +63,7 @@ def accounts(config: RunConfig) -> Accounts:
 
 def abstract_parameters(config: RunConfig) -> PyTree:
     """Shapes of all parameters, labels included."""
-    return jax.eval_shape(textless_program(config).init_state, jax.random.key(0))["params"]
+    return textless_program(config).abstract_params()
 
 
 def cache_per_token(model: ModelConfig, family: AttentionConfig) -> tuple[int, int]:
@@ -73,7 +73,7 @@ def cache_per_token(model: ModelConfig, family: AttentionConfig) -> tuple[int, i
         module = attention.build(
             family, width=model.width, eps=model.norm_eps, dtype=jnp.dtype(model.dtype), rngs=nnx.Rngs(params=0)
         )
-        return cache.allocate(module.entry_shapes(), batch=1, slots=1)
+        return cache.allocate(module.entry_shapes(), 1, cache.Layout(slots=1, block=1))
 
     leaves = jax.tree.leaves(jax.eval_shape(allocate))
     return sum(leaf.size for leaf in leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

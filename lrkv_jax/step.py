@@ -84,6 +84,10 @@ class Program:
         params = nnx.state(Transformer(self.model, self.attention, nnx.Rngs(params=key)))
         return {"params": params, "opt": self.optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
 
+    def abstract_params(self) -> PyTree:
+        """Shapes of the parameters."""
+        return jax.eval_shape(self.init_state, jax.random.key(0))["params"]
+
     def abstract_state(self, mesh: Mesh) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
         return sharding.with_shardings(jax.eval_shape(self.init_state, jax.random.key(0)), mesh)

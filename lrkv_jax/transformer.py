@@ -89,7 +89,10 @@ class Block(nnx.Module):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T D"]:
         """One layer on the residual stream."""
-        x = x + self.attention(self.attention_norm(x), positions, segment_ids)
+        return self.feed_forward(x + self.attention(self.attention_norm(x), positions, segment_ids))
+
+    def feed_forward(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The layer's second half."""
         x = x + self.mlp(self.mlp_norm(x))
         return sharding.constrain(x, "batch", "length", "width")
 
@@ -115,9 +118,7 @@ class Transformer(nnx.Module):
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T D"]:
         """The final, normed residual stream."""
-        x = self.embed.get_value().astype(jnp.dtype(self.config.dtype))[tokens]
-        x = sharding.constrain(x, "batch", "length", "width")
-        x = rms_norm(x, self.config.norm_eps) if self.config.embed_norm else x
+        x = self.embedding(tokens)
         graph, layers = nnx.split(self.blocks)
 
         def layer(x: Array, state: PyTree) -> tuple[Array, None]:
@@ -128,6 +129,20 @@ class Transformer(nnx.Module):
         x, _ = jax.lax.scan(body, x, layers, unroll=1 if self.config.scan_layers else self.config.layers)
         return self.final_norm(x)
 
+    def split(self) -> tuple[Transformer, list[Block]]:
+        """The model without its blocks, and the blocks one by one: for decoding, which walks them."""
+        graph, stacked = nnx.split(self.blocks)
+        outer = nnx.clone(self)
+        outer.blocks = None
+        count = self.config.layers
+        return outer, [nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], stacked)) for i in range(count)]
+
+    def embedding(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The residual stream before the first layer."""
+        x = self.embed.get_value().astype(jnp.dtype(self.config.dtype))[tokens]
+        x = sharding.constrain(x, "batch", "length", "width")
+        return rms_norm(x, self.config.norm_eps) if self.config.embed_norm else x
+
     def unembedding(self) -> Float[Array, "D V"]:
         """The unembedding matrix in float32, tied or not."""
         return self.embed.get_value().T if self.unembed is None else self.unembed.get_value()
@@ -136,8 +151,12 @@ class Transformer(nnx.Module):
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T V"]:
         """Logits in float32, soft-capped."""
-        x = self.hidden(tokens, positions, segment_ids)
-        logits = jnp.einsum("btd,dv->btv", x, self.unembedding().astype(x.dtype)).astype(jnp.float32)
+        return self.logits(self.hidden(tokens, positions, segment_ids))
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Of the final residual stream, in float32, soft-capped."""
+        unembedding = self.unembedding().astype(hidden.dtype)
+        logits = jnp.einsum("btd,dv->btv", hidden, unembedding).astype(jnp.float32)
         return softcap(logits, self.config.logit_softcap)
 
 

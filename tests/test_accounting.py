@@ -7,7 +7,7 @@ from flax import nnx
 
 from lrkv_jax import accounting, attention
 from lrkv_jax.attention import gqa, lrkv, mla
-from lrkv_jax.attention.cache import allocate
+from lrkv_jax.attention.cache import Layout, allocate
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import DataConfig
 from lrkv_jax.step import TrainConfig
@@ -51,7 +51,7 @@ def test_bytes_are_those_of_allocated_arrays(config):
     """Bug: the account and the cache that a decoder allocates drift apart."""
     module = attention.build(config, width=64, eps=1e-6, dtype=jnp.dtype("bfloat16"), rngs=nnx.Rngs(0))
     batch, slots = 2, 5
-    cache = allocate(module.entry_shapes(), batch, slots)
+    cache = allocate(module.entry_shapes(), batch, Layout(slots, block=slots))
     allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     assert allocated == batch * slots * accounting.cache_per_token(MODEL, config)[1]
 

@@ -26,7 +26,7 @@ def entry_shapes(case, dtype=jnp.float32):
 
 def empty_cache(case, slots, fill=0.0, block=BLOCK):
     """A cache for B rows of at least `slots` slots, full of something that must not matter."""
-    return jax.tree.map(lambda leaf: leaf + fill, cache.allocate(entry_shapes(case), B, slots, block=block))
+    return jax.tree.map(lambda leaf: leaf + fill, cache.allocate(entry_shapes(case), B, cache.Layout(slots, block)))
 
 
 def step(module, stored, key_positions, x, positions, t, **how):
@@ -98,7 +98,7 @@ def query_compress_expand(module, x, positions):
 
 def attend(module, q, entry, key_positions, lengths):
     """Attention from a cache of the entry, in blocks that do not divide it."""
-    stored = cache.allocate(module.entry_shapes(), B, SLOTS, block=BLOCK)
+    stored = cache.allocate(module.entry_shapes(), B, cache.Layout(SLOTS, BLOCK))
     return module.attend(q, cache.write_blocks(stored, entry, 0), key_positions, lengths)
 
 

@@ -128,7 +128,7 @@ def test_strict_about_dtypes_and_ranks(case, dtype):
         module = nnx.merge(graphdef, state)
         lengths = jnp.broadcast_to(jnp.arange(1, T + 1), (B, T))
         stored = cache.write_blocks(
-            cache.allocate(module.entry_shapes(), B, T, block=5), module.compress(x, positions), 0
+            cache.allocate(module.entry_shapes(), B, cache.Layout(T, block=5)), module.compress(x, positions), 0
         )
         return module.out(module.attend(module.query(x, positions), stored, positions, lengths))
 

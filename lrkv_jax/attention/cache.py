@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +17,30 @@ from jaxtyping import Array, Int
 Entry = dict[str, Array]
 Cache = dict[str, Array]
 
-BLOCK = 512  # slots; 256 to 512 are fastest on a CPU (docs/log.md)
+
+class Layout(NamedTuple):
+    """How a cache is stored."""
+
+    slots: int
+    """Tokens that a row can hold."""
+    block: int
+    """S, slots of a block; the last block may have some that are never used."""
+    rows: Callable[[int, Any], int] = lambda size, dtype: size
+    """What the last feature dimension of a size and dtype is padded to."""
+
+    @property
+    def blocks(self) -> int:
+        """n."""
+        return -(-self.slots // self.block)
 
 
-def allocate(
-    shapes: dict[str, jax.ShapeDtypeStruct],
-    batch: int,
-    slots: int,
-    *,
-    block: int | None = None,
-    rows: Callable[[int, Any], int] = lambda size, dtype: size,
-) -> Cache:
-    """A zeroed cache for `slots` tokens of each of `batch` rows, of entries with leaves [1, 1, *f].
-
-    `block` is S, by default BLOCK or all slots if they are fewer; `rows(size, dtype)` pads the last feature dimension.
-    """
-    block = min(BLOCK, slots) if block is None else block
-    blocks = -(-slots // block)
+def allocate(shapes: dict[str, jax.ShapeDtypeStruct], batch: int, layout: Layout) -> Cache:
+    """A zeroed cache for `batch` rows of entries whose leaves for one token have these shapes, [1, 1, *f]."""
 
     def leaf(shape: jax.ShapeDtypeStruct) -> Array:
         *features, last = shape.shape[2:]
-        return jnp.zeros((blocks, batch, *features, rows(last, shape.dtype), block), shape.dtype)
+        padded = layout.rows(last, shape.dtype)
+        return jnp.zeros((layout.blocks, batch, *features, padded, layout.block), shape.dtype)
 
     return {name: leaf(shape) for name, shape in shapes.items()}
 

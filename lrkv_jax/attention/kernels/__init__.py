@@ -2,14 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from collections.abc import Callable
+from typing import Literal, get_args
 
+import jax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
+from lrkv_jax import sharding
+from lrkv_jax.attention.cache import Layout, allocate, bytes_of
 from lrkv_jax.attention.kernels import blocked
 from lrkv_jax.attention.kernels.form import Blocks, Queries, Sums
+from lrkv_jax.settings import UserError
 
 Implementation = Literal["reference", "blocked", "pallas_tpu", "pallas_gpu"]
+
+BLOCK = 512
+"""Slots of a block; with 256 to 512 a CPU is fastest (docs/log.md)."""
+
+PLATFORM = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+"""The one platform that a kernel runs on; what is not named runs on all."""
+
+
+def default_implementation(platform: str) -> Implementation:
+    """The fastest that runs on a platform (cpu, gpu, tpu)."""
+    return next((name for name, home in PLATFORM.items() if home == platform), "blocked")
+
+
+def check_implementation(name: str, platform: str) -> None:
+    """Raises UserError where an implementation is unknown or can't run on the platform, with those that can."""
+    able = [known for known in get_args(Implementation) if PLATFORM.get(known, platform) == platform]
+    if name not in able:
+        raise UserError(f"implementation = {name}: cannot run on {platform}; these can: {', '.join(able)}")
+
+
+def layout(
+    implementation: Implementation, shapes: dict[str, jax.ShapeDtypeStruct], slots: int, block: int | None = None
+) -> Layout:
+    """How an implementation wants a cache of entries of these shapes, [1, 1, *f], stored; `block` overrides its S."""
+    if implementation == "pallas_tpu":
+        from lrkv_jax.attention.kernels import tpu
+
+        padded = jax.eval_shape(lambda: allocate(shapes, 1, Layout(1, 1, tpu.padded_rows)))
+        return Layout(slots, block or tpu.block_size(bytes_of(padded)), tpu.padded_rows)
+    least = 64 if implementation == "pallas_gpu" else 1
+    return Layout(slots, block or max(min(BLOCK, slots), least))
 
 
 def attend(
@@ -23,7 +61,7 @@ def attend(
 ) -> Sums:
     """Reads the cache: query t of row b sees its first lengths[b, t] positions; blocks beyond all lengths aren't read.
 
-    The Pallas kernels take one query a row, T = 1; with `interpret` they run anywhere, step by step in Python's JAX.
+    The Pallas kernels take one query a row, T = 1; with `interpret` they run anywhere, step by step in plain JAX.
     Raises ValueError for an implementation that has no absorbed form.
     """
     if implementation == "blocked":
@@ -33,5 +71,35 @@ def attend(
     elif implementation == "pallas_gpu":
         from lrkv_jax.attention.kernels import gpu as kernel
     else:
-        raise ValueError(f"implementation = {implementation!r}: no kernel; have blocked, pallas_tpu, pallas_gpu")
-    return kernel.attend(queries, blocks, lengths, scale=scale, interpret=interpret)
+        raise ValueError(f"implementation = {implementation!r}: no kernel; have blocked, {', '.join(PLATFORM)}")
+    run = functools.partial(kernel.attend, scale=scale, interpret=interpret)
+    mesh = jax.sharding.get_abstract_mesh()
+    return run(queries, blocks, lengths) if mesh.empty else _on_shards(run, mesh, queries, blocks, lengths)
+
+
+def _on_shards(run: Callable[..., Sums], mesh, queries: Queries, blocks: Blocks, lengths: Array) -> Sums:
+    """Each device runs the kernel on its rows and key/value heads: a Pallas call can't be split by the compiler."""
+
+    def of_query(name: str, leaf: Array) -> P:
+        return sharding.sharding_of(leaf.shape, ("batch", "kv_heads", *(None,) * (leaf.ndim - 2)), mesh).spec
+
+    def of_block(name: str, leaf: Array) -> P:
+        rows = "batch" if leaf.shape[1] == lengths.shape[0] else None  # angles may be the same for all rows
+        heads = ("kv_heads",) if name in ("k_code", "v_code", "k_scale") else ()
+        axes = (None, rows, *heads)
+        return sharding.sharding_of(leaf.shape, axes + (None,) * (leaf.ndim - len(axes)), mesh).spec
+
+    def specs(of: Callable, operands: Queries | Blocks) -> Queries | Blocks:
+        named = operands._asdict().items()
+        return type(operands)(**{name: None if leaf is None else of(name, leaf) for name, leaf in named})
+
+    in_specs = (specs(of_query, queries), specs(of_block, blocks), sharding.spec(("batch", None)))
+    count = next(leaf for leaf in queries if leaf is not None).shape[1]
+    sums = sharding.sharding_of((lengths.shape[0], count, 1, 1), ("batch", "kv_heads", None, None), mesh).spec
+    out_specs = Sums(
+        shared=None if blocks.k_shared is None else sums,
+        code=None if blocks.v_code is None else sums,
+    )
+    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+        queries, blocks, lengths
+    )
