@@ -1,6 +1,6 @@
 """Parameters, FLOPs and cache bytes, read off abstract shapes: nothing is allocated and no formula is kept here.
 
-Cache bytes are those of the arrays that `cache.allocate` would allocate, key scales included. FLOPs are those of every
+Cache bytes are those of the arrays that a decoder keeps, key scales included. FLOPs are those of every
 dot product in the traced forward and backward pass, with all T² scores (as is customary) and without recomputation,
 so that two runs compare by what their mathematics costs, not by how it was run.
 """
@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend import core as jex
+from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
 from lrkv_jax import attention
-from lrkv_jax.attention import cache
-from lrkv_jax.attention.base import AttentionConfig
+from lrkv_jax.attention import cache, kernels
+from lrkv_jax.attention.base import AttentionBase, AttentionConfig
 from lrkv_jax.config import RunConfig
+from lrkv_jax.sharding import MESH_AXES, sharding_of
 from lrkv_jax.step import Program, Tokens, make_program
 from lrkv_jax.transformer import ModelConfig
 
@@ -66,17 +68,47 @@ def abstract_parameters(config: RunConfig) -> PyTree:
     return textless_program(config).abstract_params()
 
 
+class CacheBytes(NamedTuple):
+    """Bytes that a decoder keeps of each token in all layers."""
+
+    logical: int
+    """What `compress` returns."""
+    padded: int
+    """What is allocated, where an implementation pads features to a device's tiles."""
+    per_device: int
+    """Of `padded`, on each device of a mesh whose `tensor` axis splits heads; what heads share lies on all of them."""
+
+
+def cache_bytes(config: RunConfig, tensor: int = 1, implementation: kernels.Implementation = "blocked") -> CacheBytes:
+    """Cache bytes per token by implementation and ways of tensor parallelism.
+
+    Raises UserError where query heads don't divide over them.
+    """
+    module = abstract_attention(config.model, config.attention)
+    shapes = module.entry_shapes()
+    layout = kernels.layout(implementation, shapes, slots=1)._replace(block=1)
+    padded = jax.eval_shape(lambda: cache.allocate(shapes, 1, layout))
+    mesh = AbstractMesh(tuple(tensor if axis == "tensor" else 1 for axis in MESH_AXES), MESH_AXES)
+    axes = cache.axes(module.cache_axes, padded)
+    local = {
+        name: jax.ShapeDtypeStruct(sharding_of(leaf.shape, axes[name], mesh).shard_shape(leaf.shape), leaf.dtype)
+        for name, leaf in padded.items()
+    }
+    return CacheBytes(*(config.model.layers * cache.bytes_of(tree) for tree in (shapes, padded, local)))
+
+
 def cache_per_token(model: ModelConfig, family: AttentionConfig) -> tuple[int, int]:
     """(values, bytes) that one layer keeps of each token, in the model's compute dtype."""
+    shapes = abstract_attention(model, family).entry_shapes()
+    return sum(leaf.size for leaf in shapes.values()), cache.bytes_of(shapes)
 
-    def allocate() -> dict[str, jax.Array]:
-        module = attention.build(
-            family, width=model.width, eps=model.norm_eps, dtype=jnp.dtype(model.dtype), rngs=nnx.Rngs(params=0)
-        )
-        return cache.allocate(module.entry_shapes(), 1, cache.Layout(slots=1, block=1))
 
-    leaves = jax.tree.leaves(jax.eval_shape(allocate))
-    return sum(leaf.size for leaf in leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+def abstract_attention(model: ModelConfig, family: AttentionConfig) -> AttentionBase:
+    """One layer's attention, of shapes alone."""
+    dtype = jnp.dtype(model.dtype)
+    return nnx.eval_shape(
+        lambda: attention.build(family, width=model.width, eps=model.norm_eps, dtype=dtype, rngs=nnx.Rngs(params=0))
+    )
 
 
 def train_flops_per_token(config: RunConfig) -> float:
@@ -134,12 +166,18 @@ def dry_run(config: RunConfig) -> str:
     """What `train.py --dry-run` prints."""
     found = accounts(config)
     tokens = config.train.steps * config.train.batch_size * config.data.context
+    tensor = config.mesh.tensor
+    per_device = {}
+    if tensor > 1:
+        each = cache_bytes(config, tensor).per_device
+        per_device["KV per device"] = f"{each:,} bytes/token at mesh.tensor = {tensor}"
     rows = {
         "attention": f"{config.family} ({config.attention.family})",
         "parameters": f"{found.parameters:,} ({found.parameters - found.embedding_parameters:,} without embeddings)",
         "KV cache": f"{found.cache_values_per_token_per_layer:,} values/token/layer, "
         f"{found.cache_bytes_per_token:,} bytes/token ({config.model.dtype}), "
         f"{found.cache_percent_of_mha:.1f} % of MHA",
+        **per_device,
         "training tokens": f"{tokens:,}",
         "training FLOPs": f"{found.train_flops_per_token:.4g} per token, "
         f"{found.train_flops_per_token * tokens:.4g} in all",

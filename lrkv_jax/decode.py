@@ -120,17 +120,14 @@ class Decoder:
         """Shapes and shardings of the state: caches over rows and heads; what heads share lies on each device."""
         abstract = jax.eval_shape(self.empty_state, jax.ShapeDtypeStruct((self.batch,), jnp.int32))
 
-        def place(leaf: jax.ShapeDtypeStruct, *axes: str | None) -> jax.ShapeDtypeStruct:
-            axes += (None,) * (leaf.ndim - len(axes))
+        def place(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
             placed = sharding.sharding_of(leaf.shape, axes, self.mesh)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
 
-        axes = self.attention.cache_axes
         caches = [
-            {name: place(leaf, None, "batch", *axes.get(name, ())) for name, leaf in layer.items()}
-            for layer in abstract.pop("caches")
+            jax.tree.map(place, layer, cache.axes(self.attention.cache_axes, layer)) for layer in abstract.pop("caches")
         ]
-        return {"caches": caches, **{name: place(leaf, "batch") for name, leaf in abstract.items()}}
+        return {"caches": caches, **{n: place(leaf, ("batch", None)[: leaf.ndim]) for n, leaf in abstract.items()}}
 
     def _prepare(self, params: PyTree) -> dict[str, Any]:
         """Weights in the compute dtype, one tree for each layer, and what depends on the slots' positions alone."""

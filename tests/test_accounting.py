@@ -8,7 +8,7 @@ from flax import nnx
 from lrkv_jax import accounting, attention
 from lrkv_jax.attention import gqa, lrkv, mla
 from lrkv_jax.attention.cache import Layout, allocate
-from lrkv_jax.config import RunConfig
+from lrkv_jax.config import RunConfig, load_configs
 from lrkv_jax.data import DataConfig
 from lrkv_jax.step import TrainConfig
 from lrkv_jax.transformer import ModelConfig
@@ -54,6 +54,30 @@ def test_bytes_are_those_of_allocated_arrays(config):
     cache = allocate(module.entry_shapes(), batch, Layout(slots, block=slots))
     allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     assert allocated == batch * slots * accounting.cache_per_token(MODEL, config)[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        (lrkv.Config(heads=32, head_dim=128, rank=54, qk_norm=False), 2 * 128 + 2 * 4 * 54),  # 5.4 C
+        (mla.Config(heads=32, head_dim=128, latent=1024, qk_norm=False), 1024 + 64),  # 8.5 C
+        (gqa.Config(heads=32, head_dim=128), 2 * 4 * 128),
+        (gqa.Config(heads=32, head_dim=128, kv_heads=2), 2 * 2 * 128),  # two heads don't divide over eight devices
+    ],
+)
+def test_bytes_per_device_are_those_of_lrkv_md(family, values):
+    """Bug: what heads share is divided over them, or heads that don't divide are counted as if they did."""
+    config = load_configs("configs/lrkv_6_3b.py:mha")[1].model_copy(update={"attention": family})
+    assert accounting.cache_bytes(config, tensor=8).per_device == 2 * 32 * values
+
+
+def test_padded_bytes_are_whole_tiles():
+    """Bug: a rank that a TPU pads is reported as if it weren't: 54 rows of 2 bytes take 64."""
+    config = load_configs("configs/lrkv_6_3b.py:lrkv")[1]
+    found = accounting.cache_bytes(config, implementation="pallas_tpu")
+    assert found.logical == 32 * (2 * 2 * (128 + 32 * 54) + 32 * 4)
+    assert found.padded == 32 * (2 * 2 * (128 + 32 * 64) + 32 * 4)
+    assert accounting.cache_bytes(config).padded == found.logical
 
 
 FAMILIES = {

@@ -45,6 +45,16 @@ def allocate(shapes: dict[str, jax.ShapeDtypeStruct], batch: int, layout: Layout
     return {name: leaf(shape) for name, shape in shapes.items()}
 
 
+def axes(of_features: dict[str, tuple[str | None, ...]], cache: Any) -> dict[str, tuple[str | None, ...]]:
+    """Logical axes of the leaves, from those that a family names of their features; others are split over rows only."""
+
+    def leaf(name: str, ndim: int) -> tuple[str | None, ...]:
+        known = (None, "batch", *of_features.get(name, ()))
+        return known + (None,) * (ndim - len(known))
+
+    return {name: leaf(name, stored.ndim) for name, stored in cache.items()}
+
+
 def slots(cache: Any) -> int:
     """Slots of a row, of a concrete or an abstract cache."""
     leaf = next(iter(cache.values()))
