@@ -6,22 +6,24 @@ Optax maps over the `nnx.Param`s. Nothing else in the project names a mesh axis.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lrkv_jax.settings import Settings, UserError
 
-MESH_AXES = ("data", "fsdp", "tensor", "context")
+MESH_AXES = ("slices", "data", "fsdp", "tensor", "context")
 
 # Logical name -> mesh axis. Parameters are split over `fsdp` along the model width, over `tensor` along heads, MLP and
 # vocabulary; activations over the batch and, for long sequences, over `context`.
 TABLE: dict[str, str | tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp"),
+    "batch": ("slices", "data", "fsdp"),
     "length": "context",
     "embed": "fsdp",
     "vocab": "tensor",
@@ -40,6 +42,8 @@ TABLE: dict[str, str | tuple[str, ...] | None] = {
 class MeshConfig(Settings):
     """Devices along each mesh axis; one axis may be -1, which takes the devices that are left."""
 
+    slices: int = 1
+    """Pod slices joined by the data-center network, each with copies of the model; only gradients cross it."""
     data: int = -1
     """Copies of the model, each on its own rows."""
     fsdp: int = 1
@@ -50,23 +54,39 @@ class MeshConfig(Settings):
     """Ways in which the sequence is split."""
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """The device mesh. Raises UserError where the sizes don't multiply to the devices at hand."""
-    count = jax.device_count()
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of all devices, or of those given; neighbours on the innermost axes are neighbours on the interconnect.
+
+    Raises UserError where the sizes don't multiply to the devices at hand, or to the slices they come in.
+    """
+    devices = jax.devices() if devices is None else list(devices)
     sizes = [getattr(config, axis) for axis in MESH_AXES]
     free = [axis for axis, size in zip(MESH_AXES, sizes, strict=True) if size == -1]
     if len(free) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise UserError(f"mesh = {sizes}: every size is a positive number, and at most one of them -1 (the rest)")
     fixed = int(np.prod([size for size in sizes if size != -1]))
+    count = len(devices)
     if count % fixed or (not free and fixed != count):
         raise UserError(f"mesh {dict(zip(MESH_AXES, sizes, strict=True))} needs {fixed} devices; there are {count}")
     sizes = [count // fixed if size == -1 else size for size in sizes]
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Mesh(_arranged(sizes, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _arranged(sizes: list[int], devices: list[jax.Device]) -> np.ndarray:
+    """Devices as an array of these sizes. Raises UserError where slices and devices don't match."""
+    slices, *inner = sizes
+    numbers = {getattr(device, "slice_index", 0) or 0 for device in devices}
+    if len(numbers) > 1:
+        if len(numbers) != slices:
+            raise UserError(f"mesh.slices = {slices}: the devices come in {len(numbers)} slices")
+        dcn = (slices, *(1 for _ in inner))
+        return mesh_utils.create_hybrid_device_mesh((1, *inner), dcn, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def row_ways(mesh: Mesh) -> int:
     """Ways in which the rows of a batch are split."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return int(np.prod([mesh.shape[axis] for axis in TABLE["batch"]]))
 
 
 def spec(axes: tuple[str | None, ...]) -> P:
@@ -121,8 +141,52 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins an activation to its logical axes in the mesh of the context; outside any mesh there is nothing to pin."""
+    """Pins an activation to its logical axes in the mesh of the context; outside any mesh there is nothing to pin.
+
+    Inside `over_context` the length is a device's own and needs no pin.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
+    if mesh.manual_axes:
+        axes = tuple(None if name == "length" else name for name in axes)
     return jax.lax.with_sharding_constraint(x, sharding_of(x.shape, axes, mesh).spec)
+
+
+def over_context(function: Callable) -> Callable:
+    """`function(params, *arrays)` on each device's part of a split sequence; as it is where the sequence is whole.
+
+    Arrays are [B, T, ...], or trees of them, and so is the result; params are whole along the sequence. Other axes of
+    the mesh stay the compiler's.
+    """
+    if not _context_ways():
+        return function
+    part = P(None, "context")
+
+    def local(params: Any, *arrays: Any) -> Any:
+        specs = (P(), *(part for _ in arrays))
+        split = jax.shard_map(function, in_specs=specs, out_specs=part, axis_names={"context"}, check_vma=False)
+        return split(params, *arrays)
+
+    return local
+
+
+def gather_context(tree: Any) -> Any:
+    """Inside `over_context`, arrays [B, T, ...] of all devices' positions in order; elsewhere the arrays given."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return tree
+    return jax.tree.map(lambda a: jax.lax.all_gather(a, "context", axis=1, tiled=True), tree)
+
+
+def first_of_context(length: int) -> jax.Array | None:
+    """Inside `over_context`, the place in the sequence of a device's first of `length` positions; elsewhere None."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    return jax.lax.axis_index("context") * length
+
+
+def _context_ways() -> int:
+    """Ways in which the sequence is split in the mesh of the context; 0 where it isn't."""
+    mesh = jax.sharding.get_abstract_mesh()
+    ways = 1 if mesh.empty else mesh.shape.get("context", 1)
+    return ways if ways > 1 and not mesh.manual_axes else 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from lrkv_jax import sharding
 from lrkv_jax.attention import core, kernels
@@ -120,14 +121,35 @@ class AttentionBase(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """The training forward pass: out(core(query, *expand(compress)))."""
         q = sharding.constrain(self.query(x, positions), "batch", "length", "heads", None)
-        k, v = self.expand(self.compress(x, positions), positions)
-        k = sharding.constrain(k, "batch", "length", "kv_heads", None)
-        v = sharding.constrain(v, "batch", "length", "kv_heads", None)
-        implementation = self.config.implementation
-        o = core.dot_product_attention(
-            q, k, v, scale=self.scale, segment_ids=segment_ids, implementation=implementation
+        entry = self.compress(x, positions)
+        o = sharding.over_context(functools.partial(self._mix, nnx.graphdef(self)))(
+            nnx.state(self), q, entry, positions, segment_ids
         )
         return self.out(sharding.constrain(o, "batch", "length", "heads", None))
+
+    @staticmethod
+    def _mix(
+        graph: nnx.GraphDef,
+        state: PyTree,
+        q: Float[Array, "B T H Q"],
+        entry: dict[str, Array],
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B T H C"]:
+        """Attention of a device's queries to all keys; where the sequence is split, compressed entries travel."""
+        module = nnx.merge(graph, state)
+        entry, positions, key_segment_ids = sharding.gather_context((entry, positions, segment_ids))
+        k, v = module.expand(entry, positions)
+        return core.dot_product_attention(
+            q,
+            sharding.constrain(k, "batch", None, "kv_heads", None),
+            sharding.constrain(v, "batch", None, "kv_heads", None),
+            scale=module.scale,
+            segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
+            first=sharding.first_of_context(q.shape[1]),
+            implementation=module.config.implementation,
+        )
 
     def out(self, o: Float[Array, "B T H C"]) -> Float[Array, "B T D"]:
         """The output projection."""
