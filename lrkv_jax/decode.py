@@ -66,7 +66,9 @@ class Decoder:
         outer, layers = nnx.eval_shape(lambda params: nnx.merge(program.graph, params).split(), abstract)
         self.attention = layers[0].attention
         self.graphs = nnx.graphdef(outer), nnx.graphdef(layers[0])
-        self.layout = kernels.layout(implementation, self.attention.entry_shapes(), slots, block)
+        self.layout = kernels.layout(
+            implementation, self.attention.entry_shapes(), self.attention.cache_axes, slots, block
+        )
         self.allowed = jnp.asarray(drawable(program, vocab))
         with jax.set_mesh(mesh):
             self.weights = jax.jit(self._prepare)(params)

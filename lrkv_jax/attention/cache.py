@@ -7,7 +7,8 @@ block i // S. Where a device's tiles ask for it, the last feature dimension is p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +26,8 @@ class Layout(NamedTuple):
     """Tokens that a row can hold."""
     block: int
     """S, slots of a block; the last block may have some that are never used."""
-    rows: Callable[[int, Any], int] = lambda size, dtype: size
-    """What the last feature dimension of a size and dtype is padded to."""
+    rows: Mapping[str, int] = MappingProxyType({})
+    """What the last feature dimension of a leaf is padded to, by its name."""
 
     @property
     def blocks(self) -> int:
@@ -37,12 +38,12 @@ class Layout(NamedTuple):
 def allocate(shapes: dict[str, jax.ShapeDtypeStruct], batch: int, layout: Layout) -> Cache:
     """A zeroed cache for `batch` rows of entries whose leaves for one token have these shapes, [1, 1, *f]."""
 
-    def leaf(shape: jax.ShapeDtypeStruct) -> Array:
+    def leaf(name: str, shape: jax.ShapeDtypeStruct) -> Array:
         *features, last = shape.shape[2:]
-        padded = layout.rows(last, shape.dtype)
+        padded = layout.rows.get(name, last)
         return jnp.zeros((layout.blocks, batch, *features, padded, layout.block), shape.dtype)
 
-    return {name: leaf(shape) for name, shape in shapes.items()}
+    return {name: leaf(name, shape) for name, shape in shapes.items()}
 
 
 def axes(of_features: dict[str, tuple[str | None, ...]], cache: Any) -> dict[str, tuple[str | None, ...]]:

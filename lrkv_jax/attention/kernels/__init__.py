@@ -38,14 +38,26 @@ def check_implementation(name: str, platform: str) -> None:
 
 
 def layout(
-    implementation: Implementation, shapes: dict[str, jax.ShapeDtypeStruct], slots: int, block: int | None = None
+    implementation: Implementation,
+    shapes: dict[str, jax.ShapeDtypeStruct],
+    axes: dict[str, tuple[str | None, ...]],
+    slots: int,
+    block: int | None = None,
 ) -> Layout:
-    """How an implementation wants a cache of entries of these shapes, [1, 1, *f], stored; `block` overrides its S."""
+    """How an implementation wants the cache of entries of these shapes [1, 1, *f] stored; `block` overrides its S.
+
+    `axes` names the features (`AttentionBase.cache_axes`): heads aren't padded, since devices may share them out.
+    """
     if implementation == "pallas_tpu":
         from lrkv_jax.attention.kernels import tpu
 
-        padded = jax.eval_shape(lambda: allocate(shapes, 1, Layout(1, 1, tpu.padded_rows)))
-        return Layout(slots, block or tpu.block_size(bytes_of(padded)), tpu.padded_rows)
+        rows = {
+            name: tpu.padded_rows(shape.shape[-1], shape.dtype)
+            for name, shape in shapes.items()
+            if axes.get(name, ("heads",))[-1] not in ("heads", "kv_heads")
+        }
+        one = jax.eval_shape(lambda: allocate(shapes, 1, Layout(1, 1, rows)))
+        return Layout(slots, block or tpu.block_size(bytes_of(one)), rows)
     least = 64 if implementation == "pallas_gpu" else 1
     return Layout(slots, block or max(min(BLOCK, slots), least))
 
