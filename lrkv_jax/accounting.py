@@ -86,7 +86,7 @@ def cache_bytes(config: RunConfig, tensor: int = 1, implementation: kernels.Impl
     """
     module = abstract_attention(config.model, config.attention)
     shapes = module.entry_shapes()
-    layout = kernels.layout(implementation, shapes, module.cache_axes, slots=1)._replace(block=1)
+    layout = kernels.layout(implementation, shapes, module.cache_axes, slots=1, tensor=tensor)._replace(block=1)
     padded = jax.eval_shape(lambda: cache.allocate(shapes, 1, layout))
     mesh = AbstractMesh(tuple(tensor if axis == "tensor" else 1 for axis in MESH_AXES), MESH_AXES)
     axes = cache.axes(module.cache_axes, padded)

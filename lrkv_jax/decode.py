@@ -67,7 +67,12 @@ class Decoder:
         self.attention = layers[0].attention
         self.graphs = nnx.graphdef(outer), nnx.graphdef(layers[0])
         self.layout = kernels.layout(
-            implementation, self.attention.entry_shapes(), self.attention.cache_axes, slots, block
+            implementation,
+            self.attention.entry_shapes(),
+            self.attention.cache_axes,
+            slots,
+            block,
+            tensor=mesh.shape["tensor"],
         )
         self.allowed = jnp.asarray(drawable(program, vocab))
         with jax.set_mesh(mesh):
@@ -140,10 +145,11 @@ class Decoder:
 
         model = nnx.merge(self.program.graph, jax.tree.map(cast, params, is_leaf=sharding.is_param))
         outer, layers = model.split()
+        tables = self.attention.tables(self.key_positions(), self.layout.block)
         return {
             "outer": nnx.state(outer),
             "layers": [nnx.state(layer) for layer in layers],
-            "tables": self.attention.tables(self.key_positions(), self.layout.block),
+            "tables": kernels.stored_tables(tables, self.implementation, dtype),
         }
 
     def key_positions(self) -> Int[Array, "1 S"]:

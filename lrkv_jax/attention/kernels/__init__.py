@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -43,10 +43,12 @@ def layout(
     axes: dict[str, tuple[str | None, ...]],
     slots: int,
     block: int | None = None,
+    tensor: int = 1,
 ) -> Layout:
     """How an implementation wants the cache of entries of these shapes [1, 1, *f] stored; `block` overrides its S.
 
-    `axes` names the features (`AttentionBase.cache_axes`): heads aren't padded, since devices may share them out.
+    `axes` names the features (`AttentionBase.cache_axes`): where heads are split over `tensor` > 1 devices their axis
+    isn't padded, since a device's part would begin at another head in the padded leaves than in the others.
     """
     if implementation == "pallas_tpu":
         from lrkv_jax.attention.kernels import tpu
@@ -54,12 +56,17 @@ def layout(
         rows = {
             name: tpu.padded_rows(shape.shape[-1], shape.dtype)
             for name, shape in shapes.items()
-            if axes.get(name, ("heads",))[-1] not in ("heads", "kv_heads")
+            if tensor == 1 or axes.get(name, ("heads",))[-1] not in ("heads", "kv_heads")
         }
         one = jax.eval_shape(lambda: allocate(shapes, 1, Layout(1, 1, rows)))
         return Layout(slots, block or tpu.block_size(bytes_of(one)), rows)
     least = 64 if implementation == "pallas_gpu" else 1
     return Layout(slots, block or max(min(BLOCK, slots), least))
+
+
+def stored_tables(tables: Any, implementation: Implementation, dtype: Any) -> Any:
+    """Tables of key positions as an implementation reads them: the TPU kernel would round them at every step."""
+    return jax.tree.map(lambda table: table.astype(dtype), tables) if implementation == "pallas_tpu" else tables
 
 
 def attend(

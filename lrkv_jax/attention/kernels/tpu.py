@@ -1,17 +1,22 @@
-"""Decoding's attention as one Pallas TPU kernel for every family, bound by the bytes of the cache.
+"""Decoding's attention as one Pallas TPU kernel for every family.
 
-A grid step takes one block of one row's cache; a row's running softmax stays in VMEM while its blocks pass. Blocks beyond
-a row's own length are neither fetched (their index is that of the last one used, which is there already) nor computed.
+A grid step takes one block of one row's cache; a row's running softmax stays in VMEM while its blocks pass. Blocks
+beyond a row's own length are not computed, nor fetched: their index is that of the row's last one, which is there.
 
-Positions lie in the lanes and features in the sublanes, so every product is one matrix product for all heads. Where heads
-have codes of their own, their queries are laid out on the diagonal of a [K·J, K·R] matrix: K times the arithmetic, but no
-more time, which a matrix unit spends on loading the codes. The sums of coded values come out as [K·J, K·V], likewise.
+Positions lie in the lanes and features in the sublanes, so that every product is one matrix product for all heads.
+Where heads have codes of their own, their queries stand on the diagonal of a [K·J, K·R] matrix: K times the arithmetic,
+but hardly more time, since a matrix unit spends that on loading the codes. Sums of coded values are [K·J, K·V].
 
-Products with a bfloat16 cache are single passes in bfloat16 summed in float32, M times the angles included; with a float32
-cache they take the passes that float32 needs.
+Products with a float32 cache take all the passes that float32 needs. With a bfloat16 cache they are single passes
+summed in float32, M times the angles too, which in six passes would take longer than reading the cache. Relative error
+of the sums, by the residual's size against the shared key (C = 128, R = 55, 2048 positions; interpreted, to float64):
 
-No kernel of jax.experimental.pallas.ops.tpu serves GQA here: paged, ragged paged and splash attention want the C features
-in the lanes, and this cache would have to be copied at every step to get them there.
+    residual                                           0.1     0.5     1.0
+    this kernel                                        0.0009  0.0025  0.0039
+    attention over the same keys composed in bfloat16  0.0052  0.0046  0.0043
+
+No kernel of jax.experimental.pallas.ops.tpu serves GQA here: paged, ragged paged and splash attention want features in
+the lanes, and the cache would have to be copied at every step to get them there.
 """
 
 from __future__ import annotations
@@ -28,17 +33,17 @@ from jaxtyping import Array, Float, Int
 from lrkv_jax.attention.core import NEGATIVE
 from lrkv_jax.attention.kernels.form import Blocks, Queries, Sums
 
-LANES = 128
-# Long enough to hide what a grid step costs; twice this and the intermediates of a block still fit.
+# What is padded to neither, XLA lays out otherwise and copies at every step to get it here.
+ROWS, LANES = 8, 128
+# Takes a TPU longer to read than a grid step costs; two of these and what is computed from one fit in VMEM.
 BLOCK_BYTES = 4 << 20
-# v5p has 64 MiB, v5e and v6e 128.
+# Of v5p's 64 MiB; v5e and v6e have 128. The kernels of the paper's shapes take less than 20.
 VMEM_BYTES = 56 << 20
 
 
 def padded_rows(size: int, dtype: Any) -> int:
-    """Rows that `size` features take in a block: the next multiple of 8 in 4-byte dtypes, of 16 in 2-byte ones."""
-    tile = 32 // jnp.dtype(dtype).itemsize
-    return -(-size // tile) * tile
+    """Rows that `size` features take in a block: the next multiple of 8, be the dtype float32 or bfloat16."""
+    return -(-size // ROWS) * ROWS
 
 
 def block_size(bytes_per_position: int) -> int:
@@ -51,16 +56,18 @@ def attend(
 ) -> Sums:
     """`kernels.attend` for T = 1 and blocks padded with zeros: features to `padded_rows`, S to a multiple of 128.
 
-    Sums are as wide as the queries where values have the shape of their keys; else as the values' blocks are.
+    `k_scale` and `angles` cost a copy of them a step where they aren't. Padded heads can't be split over devices.
+    Sums are as wide as the queries where values have the shape of their keys, else as wide as the values' blocks.
     Raises ValueError for T > 1 and for blocks that aren't padded.
     """
     if lengths.shape[1] != 1:
         raise ValueError(f"T = {lengths.shape[1]}: pallas_tpu takes one query a row; use implementation = blocked")
-    for name, leaf in blocks._asdict().items():
-        if leaf is not None and (leaf.shape[-2] != padded_rows(leaf.shape[-2], leaf.dtype) or leaf.shape[-1] % LANES):
-            raise ValueError(f"{name} {leaf.dtype}{list(leaf.shape)}: rows and positions must be padded for pallas_tpu")
+    for name, a in blocks._replace(k_scale=None, angles=None)._asdict().items():
+        if a is not None and (a.shape[-2] % ROWS or a.shape[-1] % LANES):
+            raise ValueError(f"{name} {a.dtype}{list(a.shape)}: rows and positions must be padded for pallas_tpu")
     rows, groups, members = next(a for a in queries if a is not None).shape[:3]
-    shared, code = _call(_lay_out(queries, blocks), blocks, lengths[:, 0], groups, scale, interpret)
+    q = _lay_out(queries, blocks)
+    shared, code = _call(q, _merge_heads(blocks), lengths[:, 0], groups, groups * members, scale, interpret)
     if shared is not None:
         shared = shared.reshape(rows, groups, members, -1)
         if blocks.v_shared is None or blocks.v_shared.shape == blocks.k_shared.shape:
@@ -73,39 +80,51 @@ def attend(
 
 
 def _lay_out(queries: Queries, blocks: Blocks) -> Queries:
-    """Queries as matrices of K·J rows (M: K·J·R), zero-padded as the blocks are, in the dtype of their product."""
-    rows, groups, members = next(a for a in queries if a is not None).shape[:3]
-    heads = groups * members
+    """Queries as one matrix a row of the batch, padded as the blocks are and in their dtype.
 
-    def padded(a: Array, like: Array, *sizes: int) -> Array:
-        before = a.ndim - len(sizes)
-        pads = [(0, 0)] * before + [(0, size - old) for size, old in zip(sizes, a.shape[before:], strict=True)]
-        return jnp.pad(a.astype(like.dtype), pads)
+    Their rows are the K·J heads, of M the K·J·R code features of heads; a code's columns are K·R.
+    """
+    rows, groups = next(a for a in queries if a is not None).shape[:2]
+    dtype = _values(blocks).dtype
+
+    def pad(a: Array, *sizes: int) -> Array:
+        kept = a.ndim - len(sizes)
+        after = [size - old for size, old in zip(sizes, a.shape[kept:], strict=True)]
+        return jnp.pad(a.astype(dtype), [(0, 0)] * kept + [(0, more) for more in after])
 
     shared, code, m, m_bias, bias = queries
     if shared is not None:
-        shared = padded(shared, blocks.k_shared, blocks.k_shared.shape[2]).reshape(rows, heads, -1)
+        shared = pad(shared, blocks.k_shared.shape[2])
+        shared = shared.reshape(rows, -1, shared.shape[-1])
     if code is not None:
-        code = padded(code, blocks.k_code, blocks.k_code.shape[3])
-        code = jnp.einsum("bkjr,kl->bkjlr", code, jnp.eye(groups, dtype=code.dtype)).reshape(rows, heads, -1)
+        code = pad(code, blocks.k_code.shape[3])
+        code = jnp.einsum("bkjr,kl->bkjlr", code, jnp.eye(groups, dtype=dtype))
+        code = code.reshape(rows, -1, groups * code.shape[-1])
     if m is not None:
-        c = blocks.angles.shape[2]
-        m = padded(m, blocks.k_code, blocks.k_code.shape[3], c).reshape(rows, -1, c)
+        m = pad(m, blocks.k_code.shape[3], blocks.angles.shape[2])
+        m = m.reshape(rows, -1, m.shape[-1])
     if m_bias is not None:
-        m_bias = padded(m_bias, _coded(blocks), blocks.angles.shape[2]).reshape(rows, heads, -1)
+        m_bias = pad(m_bias, blocks.angles.shape[2])
+        m_bias = m_bias.reshape(rows, -1, m_bias.shape[-1])
     if bias is not None:
-        bias = bias.astype(jnp.float32).reshape(rows, heads, 1)
+        bias = bias.astype(jnp.float32).reshape(rows, -1, 1)
     return Queries(shared, code, m, m_bias, bias)
 
 
-def _coded(blocks: Blocks) -> Array:
-    return next(a for a in (blocks.k_code, blocks.k_shared) if a is not None)
+def _merge_heads(blocks: Blocks) -> Blocks:
+    """Codes with K·R rows: where R is whole tiles, another name for the same memory."""
+
+    def merge(code: Array | None) -> Array | None:
+        return None if code is None else code.reshape(*code.shape[:2], -1, code.shape[-1])
+
+    return blocks._replace(k_code=merge(blocks.k_code), v_code=merge(blocks.v_code))
 
 
-def _call(q: Queries, blocks: Blocks, lengths: Int[Array, " B"], groups: int, scale: float, interpret: bool) -> Sums:
-    """Sums as matrices of K·J rows, of codes [B, K·J, K·V]."""
-    rows, heads = next(a for a in q if a is not None and a is not q.m).shape[:2]
-    count, size = _coded(blocks).shape[0], _coded(blocks).shape[-1]
+def _call(
+    q: Queries, blocks: Blocks, lengths: Int[Array, " B"], groups: int, heads: int, scale: float, interpret: bool
+) -> Sums:
+    """The sums [B, K·J, W] and [B, K·J, K·V]."""
+    size = _values(blocks).shape[-1]
 
     def of_row(a: Any) -> pl.BlockSpec:
         return pl.BlockSpec((None, *a.shape[1:]), lambda row, i, lengths: (row, *[0] * (a.ndim - 1)))
@@ -117,97 +136,108 @@ def _call(q: Queries, blocks: Blocks, lengths: Int[Array, " B"], groups: int, sc
 
         return pl.BlockSpec((None, None, *a.shape[2:]), index)
 
-    v_shared = blocks.k_shared if blocks.v_shared is None else blocks.v_shared
-    widths = (
-        None if v_shared is None else v_shared.shape[2],
-        None if blocks.v_code is None else blocks.v_code.shape[2] * blocks.v_code.shape[3],
+    def output(width: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(lengths), heads, width), jnp.float32)
+
+    v_shared, v_code = _v_shared(blocks), blocks.v_code
+    sums = Sums(
+        shared=None if v_shared is None else output(v_shared.shape[2]),
+        code=None if v_code is None else output(v_code.shape[2]),
     )
-    sums = Sums(*(None if w is None else jax.ShapeDtypeStruct((rows, heads, w), jnp.float32) for w in widths))
-    return pl.pallas_call(
+    (sums,) = pl.pallas_call(
         functools.partial(_kernel, groups=groups, scale=scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(rows, count),
-            in_specs=[jax.tree.map(of_row, q), jax.tree.map(of_block, blocks)],
-            out_specs=[jax.tree.map(of_row, sums)],
+            grid=(len(lengths), _values(blocks).shape[0]),
+            in_specs=(jax.tree.map(of_row, q), jax.tree.map(of_block, blocks)),
+            out_specs=(jax.tree.map(of_row, sums),),
             scratch_shapes=[pltpu.VMEM((heads, 1), jnp.float32)] * 2,
         ),
-        out_shape=[sums],
+        out_shape=(sums,),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         interpret=interpret,
         name="decode_attention",
-    )(lengths, q, blocks)[0]
+    )(lengths, q, blocks)
+    return sums
 
 
 def _kernel(
     lengths: Any, q: Queries, block: Blocks, sums: Sums, top: Any, total: Any, *, groups: int, scale: float
 ) -> None:
-    """One block of one row; the leaves are references to VMEM, the outputs accumulate until the row's last block."""
-    i = pl.program_id(1)
-    length = lengths[pl.program_id(0)]
-    size = _coded(block).shape[-1]
+    """One block of one row: all are references, to the row's queries, the block, and the row's sums so far.
+
+    `top` and `total` [K·J, 1] are the largest score yet and the sum of the weights relative to it.
+    """
+    i, length = pl.program_id(1), lengths[pl.program_id(0)]
+    size = _values(block).shape[-1]
+    outputs = [ref for ref in sums if ref is not None]
 
     @pl.when(i == 0)
-    def _() -> None:
+    def start() -> None:
         top[...] = jnp.full_like(top, NEGATIVE)
-        for ref in (total, *_present(sums)):
+        for ref in (total, *outputs):
             ref[...] = jnp.zeros_like(ref)
 
     @pl.when(i * size < length)
-    def _() -> None:
+    def add() -> None:
         scores = _score(q, block, groups) * scale
         seen = i * size + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1) < length
         scores = jnp.where(seen, scores, NEGATIVE)
-        new_top = jnp.maximum(top[...], jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.exp(scores - new_top)
-        shrink = jnp.exp(top[...] - new_top)
+        old_top, new_top = top[...], jnp.maximum(top[...], jnp.max(scores, axis=1, keepdims=True))
+        # The block has a position that is seen, so new_top is a score and what isn't seen weighs 0.
+        weights, shrink = jnp.exp(scores - new_top), jnp.exp(old_top - new_top)
         top[...] = new_top
         total[...] = total[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
         if sums.shared is not None:
-            values = block.k_shared if block.v_shared is None else block.v_shared
-            sums.shared[...] = sums.shared[...] * shrink + _product(weights, values[...], 1)
+            sums.shared[...] = sums.shared[...] * shrink + _product(weights, _v_shared(block)[...], axis=1)
         if sums.code is not None:
-            values = block.v_code[...].reshape(-1, size)
-            sums.code[...] = sums.code[...] * shrink + _product(weights, values, 1)
+            sums.code[...] = sums.code[...] * shrink + _product(weights, block.v_code[...], axis=1)
 
     @pl.when(i == pl.num_programs(1) - 1)
-    def _() -> None:
-        for ref in _present(sums):
+    def finish() -> None:
+        for ref in outputs:
             ref[...] = ref[...] / jnp.maximum(total[...], 1e-30)
 
 
-def _score(q: Queries, block: Blocks, groups: int) -> Float[Array, "H S"]:
+def _score(q: Queries, block: Blocks, groups: int) -> Float[Array, "heads S"]:
     """Unscaled scores of all K·J heads."""
     scores: Any = 0.0
     if q.shared is not None:
         scores += _product(q.shared[...], block.k_shared[...])
     if q.code is not None:
-        scores += _product(q.code[...], block.k_code[...].reshape(-1, block.k_code.shape[-1]))
+        scores += _product(q.code[...], block.k_code[...])
     if q.m is not None:
-        groups, rank, size = block.k_code.shape
+        rank, size = block.k_code.shape[0] // groups, block.k_code.shape[1]
         w = _product(q.m[...], block.angles[...].astype(q.m.dtype)).reshape(groups, -1, rank, size)
-        code = block.k_code[...].astype(jnp.float32)[:, None]
-        scores += jnp.sum((w * code).reshape(-1, rank, size), axis=1)
+        parts = w * block.k_code[...].astype(jnp.float32).reshape(groups, 1, rank, size)
+        scores += jnp.sum(parts.reshape(-1, rank, size), axis=1)
     if q.m_bias is not None:
         scores += _product(q.m_bias[...], block.angles[...].astype(q.m_bias.dtype))
     if q.bias is not None:
         scores += q.bias[...]
     if block.k_scale is not None:
-        k_scale = block.k_scale[:groups]
-        scores *= jnp.repeat(k_scale, scores.shape[0] // groups, axis=0)
+        scores *= jnp.repeat(block.k_scale[:groups], scores.shape[0] // groups, axis=0)
     return scores
 
 
-def _product(x: Array, y: Array, axis: int = 0) -> Float[Array, "H N"]:
-    """x times y over x's columns and y's `axis`, in y's dtype, summed in float32."""
-    precision = jax.lax.Precision.HIGHEST if y.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    dimensions = (((1,), (axis,)), ((), ()))
+def _product(x: Float[Array, "M k"], y: Array, axis: int = 0) -> Float[Array, "M N"]:
+    """x times y [k, N], or [N, k] with axis = 1, in y's dtype, summed in float32."""
+    exact = y.dtype == jnp.float32
     return jax.lax.dot_general(
-        x.astype(y.dtype), y, dimensions, precision=precision, preferred_element_type=jnp.float32
+        x.astype(y.dtype),
+        y,
+        (((1,), (axis,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
     )
 
 
-def _present(leaves: tuple) -> list:
-    return [leaf for leaf in leaves if leaf is not None]
+def _v_shared(blocks: Blocks) -> Any:
+    return blocks.k_shared if blocks.v_shared is None else blocks.v_shared
+
+
+def _values(blocks: Blocks) -> Any:
+    """A leaf that has the cache's dtype, its number of blocks and their size."""
+    return blocks.k_shared if blocks.v_code is None else blocks.v_code
