@@ -60,8 +60,8 @@ def layout(
         }
         one = jax.eval_shape(lambda: allocate(shapes, 1, Layout(1, 1, rows)))
         return Layout(slots, block or tpu.block_size(bytes_of(one)), rows)
-    least = 64 if implementation == "pallas_gpu" else 1
-    return Layout(slots, block or max(min(BLOCK, slots), least))
+    tile = 128 if implementation == "pallas_gpu" else 1
+    return Layout(slots, block or min(BLOCK, -(-slots // tile) * tile))
 
 
 def stored_tables(tables: Any, implementation: Implementation, dtype: Any) -> Any:

@@ -6,6 +6,7 @@ needs stays in the processor's caches.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,11 +53,14 @@ def weigh(weights: Float[Array, "B K J S"], block: Blocks) -> Sums:
 
 def product(equation: str, x: Array, y: Array) -> Array:
     """An einsum in float32; rows that share their positions (b = 1) share the operand."""
+    # Float32 operands are multiplied as such; else a TPU or GPU may take the one pass that bfloat16 needs.
+    exact = x.dtype == y.dtype == jnp.float32
+    einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST if exact else None)
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     if y.shape[0] < x.shape[0]:
         left, right, out = equation.replace("->", ",").split(",")
-        return jnp.einsum(f"{left},{right[1:]}->{out}", x, y[0])
-    return jnp.einsum(equation, x, y)
+        return einsum(f"{left},{right[1:]}->{out}", x, y[0])
+    return einsum(equation, x, y)
 
 
 def online_softmax(

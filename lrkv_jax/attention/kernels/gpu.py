@@ -12,7 +12,9 @@ positions; what the shares found is merged outside, by log-sum-exp. Decoding is 
 
 Precision: float32 caches are read with float32 products (no TF32). With bfloat16 caches, queries, M and softmax weights
 are rounded to bfloat16, products accumulate in float32, the softmax is float32. Rounding M costs as much as rounding
-the key that it stands for would: tests/test_kernel_gpu.py measures it.
+the key that it stands for would: tests/test_kernel_gpu.py measures it. float32 is there to check with, not for speed.
+
+JAX 0.12 calls its Triton backend deprecated in favour of Mosaic GPU, which can't be tried without a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from jaxtyping import Array, Float, Int
 
 from lrkv_jax.attention.core import NEGATIVE
 from lrkv_jax.attention.kernels.form import Blocks, Queries, Sums
+from lrkv_jax.attention.kernels.gpu_tiles import MIN_TILE, Axis, Rows, Tile, load, product, store
 
 # Four programs for each of an H200's 132 multiprocessors: enough to even out rows of different length.
 PROGRAMS = 528
-# The smallest operand of a tensor-core product, so also the smallest tile.
-MIN_TILE = 16
+# What one turn of the innermost loop reads at most: two to four turns are in shared memory at once.
+TURN_BYTES = 40 * 1024
 
 
 class Plan(NamedTuple):
@@ -50,13 +53,13 @@ class Plan(NamedTuple):
     """Shares that a row's positions are cut into."""
     warps: int
     stages: int
-    """Tiles in flight in Triton's software pipeline."""
+    """Turns of the innermost loop that are in flight in Triton's software pipeline."""
 
 
 def attend(
     queries: Queries,
     blocks: Blocks,
-    lengths: Int[Array, "B 1"],
+    lengths: Int[Array, "B T"],
     *,
     scale: float,
     interpret: bool = False,
@@ -67,7 +70,7 @@ def attend(
     Features (X, R, C, ...) may have any size, S is a multiple of 16 (of 128 to be fast). `plan` is for tuning.
     Raises ValueError for several queries a row and for an S that is no multiple of 16.
     """
-    batch, groups, members = next(leaf for leaf in queries if leaf is not None).shape[:3]
+    batch, groups, members = _leading(queries)
     if lengths.shape[1] != 1:
         raise ValueError(f"{lengths.shape[1]} queries a row: the GPU kernel takes 1; use implementation = 'blocked'")
     size = jax.tree.leaves(blocks)[0].shape[-1]
@@ -81,25 +84,37 @@ def attend(
 
 
 def make_plan(queries: Queries, blocks: Blocks) -> Plan:
-    """Tiles that fit an H200's multiprocessor (65,536 registers, 227 KiB of shared memory); estimates, not tuned."""
-    batch, groups, members = next(leaf for leaf in queries if leaf is not None).shape[:3]
+    """Tiles that fit an H200's multiprocessor: 65,536 registers, 227 KiB of shared memory.
+
+    They were chosen by what Triton 3.9 and ptxas report for sm_90, not by timing: at the paper's shapes a program in
+    bfloat16 takes up to 142 KiB and spills at most 8 bytes a thread.
+    """
+    batch, groups, members = _leading(queries)
     leaf = jax.tree.leaves(blocks)[0]
-    capacity, size, wide = leaf.shape[0] * leaf.shape[-1], leaf.shape[-1], leaf.dtype.itemsize > 2
-    widths = [0 if part is None else part.shape[-2] for part in (blocks.k_shared, blocks.v_shared)]
-    # Sums of `rows` x width float32 live in registers all along.
-    most = 32 if max(widths) <= 512 else 16
-    together = blocks.k_shared is not None or queries.m_bias is not None
-    rows = min(members, most) * (max(1, min(groups, most // members)) if together else 1)
-    tile = 32 if wide or max(widths) > 256 else 128 if queries.m is not None else 64
+    capacity, size, itemsize = leaf.shape[0] * leaf.shape[-1], leaf.shape[-1], leaf.dtype.itemsize
+    exact = itemsize > 2  # products without tensor cores, which hold their operands in registers
+    shared = [part.shape[-2] for part in (blocks.k_shared, blocks.v_shared) if part is not None]
+    codes = [part.shape[-2] for part in (blocks.k_code, blocks.v_code) if part is not None]
+    widest = max(shared, default=0)
+    # A program's sums, `rows` x width in float32, live in registers all along.
+    most = 32 if widest <= 512 else 16
+    rows = min(members, most) * (max(1, min(groups, most // members)) if shared else 1)
+    # Features that one turn of the innermost loop reads: over heads where a program has several, else over tiles.
+    streamed = max(codes) if codes and rows > members else sum(codes) + sum(shared)
+    matrix = 0 if queries.m is None else queries.m.shape[-2] * queries.m.shape[-1]
+    tile = pl.next_power_of_2(TURN_BYTES // (streamed * itemsize) + 1) // 2
+    # M is read anew for every tile, from L2: the larger the tile, the less often.
+    tile = MIN_TILE if exact else max(MIN_TILE, min(tile, 128 if matrix else 64))
     tile = min(tile, size & -size)
-    programs = batch * pl.cdiv(groups * members, rows)
+    warps = 8 if exact or matrix or widest > 256 else 4
+    room = (192 if warps == 8 else 96) * 1024  # one program of 8 warps on a multiprocessor, two of 4
     return Plan(
         rows=rows,
         padded=max(MIN_TILE, pl.next_power_of_2(rows)),
         tile=tile,
-        splits=max(1, min(pl.cdiv(PROGRAMS, programs), capacity // tile)),
-        warps=8 if queries.m is not None or max(widths) > 256 else 4,
-        stages=2 if wide else 3,
+        splits=max(1, min(pl.cdiv(PROGRAMS, batch * pl.cdiv(groups * members, rows)), capacity // tile)),
+        warps=warps,
+        stages=2 if exact else max(2, min(4, room // ((tile * streamed + matrix) * itemsize))),
     )
 
 
@@ -113,15 +128,23 @@ def merge(top: Float[Array, "B N Q"], total: Float[Array, "B N Q"], sums: Sums) 
     return jax.tree.map(lambda part: jnp.sum(part * share[..., None], axis=1) / whole[..., None], sums)
 
 
+def _leading(queries: Queries) -> tuple[int, int, int]:
+    """B, K, J."""
+    return jax.tree.leaves(queries)[0].shape[:3]
+
+
 def _rounded(queries: Queries, blocks: Blocks) -> Queries:
     """What meets the cache in a product, in the cache's dtype; what is only added, in float32."""
-    cast = lambda leaf, other: None if leaf is None else leaf.astype(other.dtype)  # noqa: E731
+
+    def cast(leaf: Array | None, cached: Array | None = None) -> Array | None:
+        return None if leaf is None else leaf.astype(jnp.float32 if cached is None else cached.dtype)
+
     return Queries(
         shared=cast(queries.shared, blocks.k_shared),
         code=cast(queries.code, blocks.k_code),
         m=cast(queries.m, blocks.k_code),
-        m_bias=cast(queries.m_bias, jnp.float32(0)),
-        bias=cast(queries.bias, jnp.float32(0)),
+        m_bias=cast(queries.m_bias),
+        bias=cast(queries.bias),
     )
 
 
@@ -149,124 +172,6 @@ def _call(
     )(queries, blocks, lengths)
 
 
-class _Axis(NamedTuple):
-    """Indices along one dimension, a power of two of them, and which of those exist (None: all)."""
-
-    index: Int[Array, "X"]
-    inside: Array | None = None
-
-    @classmethod
-    def span(cls, start: Any, width: int, stop: Any = None) -> _Axis:
-        """`width` indices from `start`, those from `stop` on missing."""
-        index = start + jnp.arange(width, dtype=jnp.int32)
-        return cls(index, None if stop is None else index < stop)
-
-    @classmethod
-    def covering(cls, size: int) -> list[_Axis]:
-        """Spans that cover 0 .. size: one, unless that wastes more than a quarter of more than 128."""
-        axes, start = [], 0
-        while start < size:
-            width = max(MIN_TILE, pl.next_power_of_2(size - start))
-            if width > 128 and width > 1.25 * (size - start):
-                width //= 2
-            axes.append(cls.span(start, width, None if start + width <= size else size))
-            start += width
-        return axes
-
-
-def _place(where: tuple) -> tuple[tuple, Array | None]:
-    """Index and mask for a ref at scalars and axes, in the order of its dimensions."""
-    axes = [part for part in where if isinstance(part, _Axis)]
-    spread = lambda vector, place: jnp.expand_dims(vector, [i for i in range(len(axes)) if i != place])  # noqa: E731
-    places = iter(range(len(axes)))
-    at = tuple(spread(part.index, next(places)) if isinstance(part, _Axis) else part for part in where)
-    masks = [spread(axis.inside, place) for place, axis in enumerate(axes) if axis.inside is not None]
-    if not masks:
-        return at, None
-    shape = tuple(axis.index.shape[0] for axis in axes)
-    return at, functools.reduce(jnp.logical_and, [jnp.broadcast_to(mask, shape) for mask in masks])
-
-
-def _load(ref: Any, *where: Any) -> Array:
-    """What lies there, zeros where nothing does."""
-    at, mask = _place(where)
-    return triton.load(ref.at[at], mask=mask, other=None if mask is None else 0.0)
-
-
-def _store(ref: Any, value: Array, *where: Any) -> None:
-    """Writes what has a place."""
-    at, mask = _place(where)
-    triton.store(ref.at[at], value, mask=mask)
-
-
-def _product(x: Float[Array, "P X"], y: Float[Array, "X S"], **transposed: bool) -> Float[Array, "P S"]:
-    """A matrix product in y's dtype that accumulates in float32."""
-    return triton.dot(x.astype(y.dtype), y, precision=lax.Precision.HIGHEST, **transposed)
-
-
-class _Rows(NamedTuple):
-    """The query rows of a program: `first` up to `stop` of a batch row's K·J."""
-
-    first: Array
-    stop: Array
-    axis: _Axis
-    members: int
-    """J, rows of a head."""
-    single: bool
-    """All are of one head."""
-
-    @classmethod
-    def of_program(cls, chunk: Array, total: int, plan: Plan, members: int) -> _Rows:
-        """Those of a chunk of `total` rows."""
-        first = chunk * plan.rows
-        stop = jnp.minimum(first + plan.rows, total)
-        single = plan.rows <= members and members % plan.rows == 0
-        return cls(first, stop, _Axis.span(first, plan.padded, stop), members, single)
-
-    @property
-    def heads(self) -> _Axis:
-        """Each row's head."""
-        return _Axis(lax.div(self.axis.index, jnp.int32(self.members)), self.axis.inside)
-
-    def each_head(self, visit: Callable[[Array, Any], Any], carry: Any) -> Any:
-        """Runs `carry = visit(head, carry)` for every head that these rows belong to."""
-        head = lax.div(self.first, self.members)
-        if self.single:  # no inner loop, so that Triton pipelines the one over tiles
-            return visit(head, carry)
-        return lax.fori_loop(head, lax.div(self.stop - 1, self.members) + 1, visit, carry)
-
-    def each_of(self, head: Array, visit: Callable[[Array, Any], Any], carry: Any) -> Any:
-        """Runs `carry = visit(row, carry)` for every row of a head."""
-        if self.members == 1:
-            return visit(head, carry)
-        start = jnp.maximum(self.first, head * self.members)
-        return lax.fori_loop(start, jnp.minimum(self.stop, (head + 1) * self.members), visit, carry)
-
-    def only(self, head: Array, values: Float[Array, "P X"]) -> Float[Array, "P X"]:
-        """Zeros in the rows of other heads."""
-        return values if self.single else jnp.where((self.heads.index == head)[:, None], values, 0.0)
-
-
-class _Tile(NamedTuple):
-    """Some positions of one batch row's cache."""
-
-    blocks: Any
-    """Refs of `Blocks`."""
-    block: Array
-    row: Array
-    positions: _Axis
-    """Within the block."""
-
-    def read(self, ref: Any, *where: Any) -> Float[Array, "X S"]:
-        """[X, tile] of one array of the cache."""
-        row = self.row if ref.shape[1] > 1 else 0
-        return _load(ref, self.block, row, *where, self.positions)
-
-    def pieces(self, ref: Any, *head: Array) -> list[Array]:
-        """All of a shared array, or a head's codes, in the pieces of `_Axis.covering`; none where there is no array."""
-        return [] if ref is None else [self.read(ref, *head, axis) for axis in _Axis.covering(ref.shape[-2])]
-
-
 def _kernel(
     queries: Any,
     blocks: Any,
@@ -281,7 +186,7 @@ def _kernel(
 ) -> None:
     """One share of a row's positions, for one chunk of its query rows."""
     split, row = pl.program_id(1), pl.program_id(2)
-    rows = _Rows.of_program(pl.program_id(0), top_out.shape[2], plan, members)
+    rows = Rows.of_chunk(pl.program_id(0), plan.rows, plan.padded, top_out.shape[2], members)
     score = _scorer(queries, row, rows)
     per_block = jax.tree.leaves(blocks)[0].shape[-1] // plan.tile
     length = lengths[row]
@@ -289,60 +194,64 @@ def _kernel(
     def step(index: Array, carry: tuple) -> tuple:
         top, total, sums = carry
         start = lax.rem(index, per_block) * plan.tile
-        tile = _Tile(blocks, lax.div(index, per_block), row, _Axis.span(start, plan.tile))
+        tile = Tile(blocks, lax.div(index, per_block), row, Axis.span(start, plan.tile))
         keys = tile.pieces(blocks.k_shared)
-        seen = (index * plan.tile + jnp.arange(plan.tile, dtype=jnp.int32) < length)[None]
+        seen = (index * plan.tile + jnp.arange(plan.tile, dtype=jnp.int32) < length)[:, None]
         scores = jnp.where(seen, score(tile, keys) * scale, NEGATIVE)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.where(seen, jnp.exp(scores - new_top[:, None]), 0.0)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=0))
+        weights = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
         shrink = jnp.exp(top - new_top)
-        sums = _weigh(weights, jax.tree.map(lambda old: old * shrink[:, None], sums), tile, keys, rows)
-        return new_top, total * shrink + jnp.sum(weights, axis=1), sums
+        sums = _weigh(weights, jax.tree.map(lambda old: old * shrink, sums), tile, keys, rows)
+        return new_top, total * shrink + jnp.sum(weights, axis=0), sums
 
     tiles = pl.cdiv(length, plan.tile)
     share = lambda part: lax.div(tiles * part, plan.splits)  # noqa: E731
-    zeros = lambda *shape: jnp.zeros((plan.padded, *shape), jnp.float32)  # noqa: E731
-    places = jax.tree.map(lambda ref: _Axis.covering(ref.shape[3]), sums_out)
+    zeros = lambda *shape: jnp.zeros((*shape, plan.padded), jnp.float32)  # noqa: E731
+    places = jax.tree.map(lambda ref: Axis.covering(ref.shape[3]), sums_out)
     sums = Sums(*([zeros(axis.index.shape[0]) for axis in axes or ()] for axes in places))
     top, total, sums = lax.fori_loop(share(split), share(split + 1), step, (zeros() + NEGATIVE, zeros(), sums))
-    _store(top_out, top, row, split, rows.axis)
-    _store(total_out, total, row, split, rows.axis)
+    store(top_out, top, row, split, rows.axis)
+    store(total_out, total, row, split, rows.axis)
     for ref, axes, parts in zip(sums_out, places, sums, strict=True):
         for axis, part in zip(axes or (), parts, strict=True):
-            _store(ref, part, row, split, rows.axis, axis)
+            store(ref, part.T, row, split, rows.axis, axis)
 
 
-def _scorer(queries: Any, row: Array, rows: _Rows) -> Callable[[_Tile, list[Array]], Float[Array, "P S"]]:
-    """Loads the queries and returns the function that scores a tile, given its shared keys; unscaled but for k_scale."""
-    load = lambda ref: [] if ref is None else [_load(ref, row, rows.axis, a) for a in _Axis.covering(ref.shape[2])]  # noqa: E731
-    shared, code = load(queries.shared), load(queries.code)
-    bias = None if queries.bias is None else _load(queries.bias, row, rows.axis)[:, None]
+def _scorer(queries: Any, row: Array, rows: Rows) -> Callable[[Tile, list[Array]], Float[Array, "S P"]]:
+    """Loads the queries; returns the function that scores a tile, whose shared keys it is given, but for `scale`."""
 
-    def score(tile: _Tile, keys: list[Array]) -> Float[Array, "P S"]:
-        scores = jnp.zeros((rows.axis.index.shape[0], tile.positions.index.shape[0]), jnp.float32)
-        for q, key in zip(shared, keys, strict=False):
-            scores += _product(q, key)
-        angles = [angle.T for angle in tile.pieces(tile.blocks.angles)]
+    def pieces(ref: Any) -> list[Array]:
+        return [] if ref is None else [load(ref, row, rows.axis, axis).T for axis in Axis.covering(ref.shape[2])]
+
+    shared, code = pieces(queries.shared), pieces(queries.code)
+    bias = None if queries.bias is None else load(queries.bias, row, rows.axis)
+    rotates = queries.m is not None or queries.m_bias is not None
+
+    def score(tile: Tile, keys: list[Array]) -> Float[Array, "S P"]:
+        scores = jnp.zeros((tile.positions.index.shape[0], rows.axis.index.shape[0]), jnp.float32)
+        if shared:
+            for q, key in zip(shared, keys, strict=True):
+                scores += product(key, q, trans_a=True)
+        angles = [angle.T for angle in tile.pieces(tile.blocks.angles if rotates else None)]
 
         def score_head(head: Array, scores: Array) -> Array:
             codes = tile.pieces(tile.blocks.k_code, head)
-            for q, key in zip(code, codes, strict=False):
-                scores += rows.only(head, _product(q, key))
-            if not angles:
-                return scores
-            return rows.each_of(head, lambda j, scores: scores + rotated(j, codes), scores)
+            if code:
+                for q, key in zip(code, codes, strict=True):
+                    scores += rows.only(head, product(key, q, trans_a=True))
+            return rows.each_of(head, functools.partial(score_row, codes), scores) if rotates else scores
 
-        def rotated(query: Array, codes: list[Array]) -> Array:
+        def score_row(codes: list[Array], query: Array, scores: Array) -> Array:
             found = _rotated(queries, row, query, codes, angles)
-            return jnp.where((rows.axis.index == query)[:, None], found[None], 0.0)
+            return scores + jnp.where((rows.axis.index == query)[None], found[:, None], 0.0)
 
-        if code or angles:
+        if code or rotates:
             scores = rows.each_head(score_head, scores)
         if bias is not None:
             scores += bias
         if tile.blocks.k_scale is None:
             return scores
-        return scores * _load(tile.blocks.k_scale, tile.block, tile.row, rows.heads, tile.positions)
+        return scores * load(tile.blocks.k_scale, tile.block, tile.row, rows.heads, tile.positions).T
 
     return score
 
@@ -352,25 +261,25 @@ def _rotated(queries: Any, row: Array, query: Array, codes: list[Array], angles:
     m, m_bias = queries.m, queries.m_bias
     size = (m if m_bias is None else m_bias).shape[-1]
     found: Any = 0.0
-    for axis, angle in zip(_Axis.covering(size), angles, strict=True):
+    for axis, angle in zip(Axis.covering(size), angles, strict=True):
         y: Any = 0.0
         if m is not None:
-            for ranks, code in zip(_Axis.covering(m.shape[2]), codes, strict=True):
-                y += _product(code, _load(m, row, query, ranks, axis), trans_a=True)
+            for ranks, code in zip(Axis.covering(m.shape[2]), codes, strict=True):
+                y += product(code, load(m, row, query, ranks, axis), trans_a=True)
         if m_bias is not None:
-            y += _load(m_bias, row, query, axis)[None]
+            y += load(m_bias, row, query, axis)[None]
         found += jnp.sum(y * angle, axis=1)
     return found
 
 
-def _weigh(weights: Float[Array, "P S"], sums: Sums, tile: _Tile, keys: list[Array], rows: _Rows) -> Sums:
+def _weigh(weights: Float[Array, "S P"], sums: Sums, tile: Tile, keys: list[Array], rows: Rows) -> Sums:
     """Adds a tile's weighted values to sums in pieces."""
     values = keys if tile.blocks.v_shared is None else tile.pieces(tile.blocks.v_shared)
-    shared = [old + _product(weights, value, trans_b=True) for old, value in zip(sums.shared, values, strict=True)]
+    shared = [old + product(value, weights) for old, value in zip(sums.shared, values, strict=True)]
 
     def weigh_head(head: Array, code: list[Array]) -> list[Array]:
         values = tile.pieces(tile.blocks.v_code, head)
-        added = [rows.only(head, _product(weights, value, trans_b=True)) for value in values]
+        added = [rows.only(head, product(value, weights)) for value in values]
         return [old + new for old, new in zip(code, added, strict=True)]
 
     return Sums(shared, rows.each_head(weigh_head, sums.code) if sums.code else [])
