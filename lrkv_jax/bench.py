@@ -1,5 +1,7 @@
 """Speed, measured: `python -m lrkv_jax.bench train` times training steps of the families, turn by turn in one process.
 
+`bench decode` is in bench_decode.py.
+
 Other work on the machine slows every family alike, so a round runs each of them for a few steps, and what is compared
 is their ratio within rounds. Achieved FLOP/s (accounting's count, all T² scores) stand beside the rate of a square
 matrix product of the same dtype in the same run. Tokens are random: the time does not depend on them.
@@ -7,13 +9,9 @@ matrix product of the same dtype in the same run. Tokens are random: the time do
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import json
-import platform
-import resource
-import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lrkv_jax import accounting, attention, sharding
+from lrkv_jax import accounting, attention, bench_decode, bench_shapes, sharding
 from lrkv_jax.config import RunConfig, load_configs
 from lrkv_jax.data import DataConfig
 from lrkv_jax.optimizer import OptimizerConfig
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.step import TrainConfig, compile_train_step
+from lrkv_jax.timing import MIB, aligned, factor, machine, peak_rss_mib, positive, ratio
 from lrkv_jax.transformer import ModelConfig
 
 DTYPES = ("float32", "bfloat16")
-MIB = 2**20
 
 
 def standard() -> dict[str, RunConfig]:
@@ -157,10 +155,7 @@ def measure(configs: dict[str, RunConfig], rounds: int, steps: int) -> dict[str,
         name: dataclasses.asdict(summary(configs[name], steppers[name], seconds[name], seconds.get("mha"), product))
         for name in configs
     }
-    return {
-        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}",
-        "python": platform.python_version(),
-        "jax": jax.__version__,
+    return machine() | {
         "dtype": first.model.dtype,
         "layers": first.model.layers,
         "width": first.model.width,
@@ -195,25 +190,12 @@ def summary(
     )
 
 
-def ratio(ours: list[list[float]], theirs: list[list[float]]) -> float:
-    """Median over rounds of the ratio of their median times."""
-    pairs = zip(ours, theirs, strict=True)
-    return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
-
-
-def peak_rss_mib() -> float:
-    """The most memory this process has held so far."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
-
-
 def table(report: dict[str, Any]) -> str:
     """The report as text."""
     header = ("family", "step ms", "quartiles", "tokens/s", "GFLOP/s", "of product", "x MHA", "compile s", "MiB")
     lines = [header]
     for name, row in report["rows"].items():
         low, high = row["step_ms_quartiles"]
-        against = row["step_of_mha"]
         lines.append(
             (
                 name,
@@ -222,19 +204,17 @@ def table(report: dict[str, Any]) -> str:
                 f"{row['tokens_per_s']:,.0f}",
                 f"{row['flops'] / 1e9:,.0f}",
                 f"{row['flops_of_product']:.2f}",
-                "-" if against is None else f"{against:.2f}",
+                factor(row["step_of_mha"]),
                 f"{row['compile_seconds']:.1f}",
                 f"{row['memory_mib']:,.0f}",
             )
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     return "\n".join(
         [
             f"{report['device']}; Python {report['python']}, jax {report['jax']}; {report['dtype']}, "
             f"{report['layers']} layers, width {report['width']}, {report['batch_size']} x {report['context']} tokens "
             f"a step; {report['rounds']} rounds of {report['steps']} steps",
-            *text,
+            *aligned(lines),
             f"product: a square matrix product in {report['dtype']}, {report['product_flops'] / 1e9:,.0f} GFLOP/s "
             f"at its best here. MiB: state, batch and temporaries as XLA plans them; this process held "
             f"{report['peak_rss_mib']:,.0f} MiB at most.",
@@ -245,22 +225,18 @@ def table(report: dict[str, Any]) -> str:
 def parser() -> Parser:
     """The command line."""
     top = Parser(prog="python -m lrkv_jax.bench", description=__doc__, allow_abbrev=False)
-    what = top.add_subparsers(dest="what", required=True, metavar="train", parser_class=Parser)
+    what = top.add_subparsers(dest="what", required=True, metavar="train|decode", parser_class=Parser)
     train = what.add_parser("train", help="time training steps", allow_abbrev=False)
     train.add_argument("--config", metavar="FILE[:KEY]", help="a config file's entries instead of the standard shape")
     train.add_argument("--families", nargs="+", metavar="KEY", help="which of them, in turn; default: all five")
     train.add_argument("--rounds", type=positive, default=5, help="turns of each family (default 5)")
     train.add_argument("--steps", type=positive, default=3, help="steps in a turn (default 3)")
     train.add_argument("--dtype", choices=DTYPES, help="compute dtype instead of the config's (standard: bfloat16)")
-    train.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    decode = what.add_parser("decode", help="time one layer's attention on a full cache", allow_abbrev=False)
+    bench_shapes.add_arguments(decode)
+    for each in (train, decode):
+        each.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
     return top
-
-
-def positive(text: str) -> int:
-    """A whole number from 1 up."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
-    return int(text)
 
 
 def chosen(reference: str | None, families: list[str] | None, dtype: str | None) -> dict[str, RunConfig]:
@@ -290,11 +266,15 @@ def chosen(reference: str | None, families: list[str] | None, dtype: str | None)
 def main() -> None:
     """Entry point."""
     options = parser().parse_args()
-    configs = chosen(options.config, options.families, options.dtype)
+    if options.what == "train":
+        configs = chosen(options.config, options.families, options.dtype)
+        run, show = functools.partial(measure, configs, options.rounds, options.steps), table
+    else:
+        run, show = bench_decode.planned(options), bench_decode.table
     if options.json is not None:
         writing(options.json, "")  # before the minutes of measuring, not after
-    report = measure(configs, options.rounds, options.steps)
-    print(table(report))
+    report = run()
+    print(show(report))
     if options.json is not None:
         writing(options.json, json.dumps(report, indent=2) + "\n")
 
