@@ -38,7 +38,7 @@ class Decoder:
     def __init__(
         self,
         program: Program,
-        params: PyTree,
+        params: PyTree | None,
         mesh: Mesh,
         *,
         batch: int,
@@ -50,6 +50,7 @@ class Decoder:
     ):
         """Prepares the weights. `vocab`: how many ids may be drawn, all by default; `block`: S of the cache's blocks.
 
+        With params None there are no weights but `abstract_weights`, for compiling where the mesh's devices are not.
         Raises UserError where the implementation can't run on the mesh, or rows don't divide over its devices.
         """
         platform = mesh.devices.flat[0].platform
@@ -76,7 +77,7 @@ class Decoder:
         )
         self.allowed = jnp.asarray(drawable(program, vocab))
         with jax.set_mesh(mesh):
-            self.weights = jax.jit(self._prepare)(params)
+            self.weights = None if params is None else jax.jit(self._prepare)(params)
         placed = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
         compiled = functools.partial(jax.jit, donate_argnums=1)
         self._empty_state = jax.jit(self.empty_state, out_shardings=placed)
@@ -135,6 +136,19 @@ class Decoder:
             jax.tree.map(place, layer, cache.axes(self.attention.cache_axes, layer)) for layer in abstract.pop("caches")
         ]
         return {"caches": caches, **{n: place(leaf, ("batch", None)[: leaf.ndim]) for n, leaf in abstract.items()}}
+
+    def abstract_weights(self) -> PyTree:
+        """Shapes and shardings of the weights: parameters by their axes, what depends on positions on each device."""
+        abstract = jax.eval_shape(self._prepare, self.program.abstract_params())
+
+        def unstacked(node: Any) -> Any:
+            if not sharding.is_param(node):
+                return node
+            # A layer's parameters are slices of stacked ones, and keep their labels.
+            node.set_metadata("axes", node.axes[len(node.axes) - len(node.get_value().shape) :])
+            return node
+
+        return sharding.with_shardings(jax.tree.map(unstacked, abstract, is_leaf=sharding.is_param), self.mesh)
 
     def _prepare(self, params: PyTree) -> dict[str, Any]:
         """Weights in the compute dtype, one tree for each layer, and what depends on the slots' positions alone."""
