@@ -115,9 +115,10 @@ class Stepper:
     ) -> tuple[Float[Array, "B 1 D"], cache.Cache]:
         """Caches a token at its position, and attends."""
         module = nnx.merge(self.graph, weights)
-        stored = cache.write(stored, module.compress(x, positions), positions)
+        entry, how = module.compress(x, positions), {"implementation": self.implementation}
+        stored = kernels.write(stored, entry, positions, module.cache_axes, **how)
         q, keys = module.query(x, positions), self.key_positions()
-        o = module.attend(q, stored, keys, positions + 1, tables, implementation=self.implementation)
+        o = module.attend(q, stored, keys, positions + 1, tables, **how)
         return rms_norm(x + module.out(o), EPS), stored
 
     def turn(self) -> list[float]:

@@ -182,6 +182,12 @@ class Reader(Module):
             results = results[:1] if kind == "copy" else results[1:2]
         if kind in SLICES:
             return _stored(results) + _resident(results)
+        if aliased := re.findall(
+            r"\((\d+), \{", instruction.attribute(r"output_to_operand_aliasing=\{(.*?\))\}") or ""
+        ):
+            # A kernel that updates an operand in place is taken to touch no more of it than it is given to write.
+            operands = [shape for i, shape in enumerate(operands) if str(i) not in aliased]
+            return 2 * _resident(operands)
         return _resident(operands) + _resident(results)
 
     def touched_by_fusion(self, name: str, fusion: Instruction) -> int:

@@ -197,17 +197,19 @@ class Decoder:
     def step(self, weights: PyTree, state: State, tokens: Int[Array, "B"]) -> State:
         """Caches one more token of each row and computes the logits of the next; rows that are done stand still."""
         positions = state["lengths"][:, None]
+        implementation = {"implementation": self.implementation, "interpret": self.interpret}
 
         def mix(attention: AttentionBase, x: Array, stored: cache.Cache) -> tuple[Array, cache.Cache]:
-            stored = cache.write(stored, attention.compress(x, positions), positions)
+            stored = kernels.write(
+                stored, attention.compress(x, positions), positions, attention.cache_axes, **implementation
+            )
             o = attention.attend(
                 attention.query(x, positions),
                 stored,
                 self.key_positions(),
                 positions + 1,
                 weights["tables"],
-                implementation=self.implementation,
-                interpret=self.interpret,
+                **implementation,
             )
             return attention.out(o), stored
 

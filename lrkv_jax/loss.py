@@ -16,17 +16,18 @@ def token_nats(
     *,
     softcap: float | None,
     chunks: int,
+    ways: int = 1,
 ) -> Float[Array, "B T"]:
-    """−log p(label) at each position, in nats. `chunks` must divide T. Not meant for gradients; see `sum_nats`."""
+    """−log p(label) at each position, in nats; `chunks` and `ways` as in `sum_nats`. Not meant for gradients."""
     weight = unembed.astype(hidden.dtype)
 
     def chunk(part: tuple[Array, Array]) -> Array:
         return _nats(_capped(part[0], weight, softcap)[0], part[1])[0]
 
-    return _unsplit(jax.lax.map(chunk, (_split(hidden, chunks), _split(labels, chunks))))
+    return _unsplit(jax.lax.map(chunk, (_split(hidden, chunks, ways), _split(labels, chunks, ways))), ways)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def sum_nats(
     hidden: Float[Array, "B T D"],
     unembed: Float[Array, "D V"],
@@ -35,16 +36,18 @@ def sum_nats(
     softcap: float | None,
     chunks: int,
     z_loss: float,
+    ways: int = 1,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """(Σ w·nats, Σ w·nats + z_loss·Σ w·logsumexp²): what is reported, and what is minimised.
 
     The gradient of the second is formed in the forward pass, chunk by chunk, while the logits are at hand; the first
-    is a report and passes no gradient on. `chunks` must divide T. The z-loss is that of PaLM (arXiv 2204.02311).
+    is a report and passes no gradient on. The z-loss is that of PaLM (arXiv 2204.02311). Where the sequence is split
+    over `ways` devices, each chunk takes its part of every device's positions; `ways` times `chunks` must divide T.
     """
-    return _forward(hidden, unembed, labels, weights, softcap, chunks, z_loss, gradient=False)[0]
+    return _forward(hidden, unembed, labels, weights, softcap, chunks, z_loss, ways, gradient=False)[0]
 
 
-def _forward(hidden, unembed, labels, weights, softcap, chunks, z_loss, gradient=True):
+def _forward(hidden, unembed, labels, weights, softcap, chunks, z_loss, ways=1, gradient=True):
     weight = unembed.astype(hidden.dtype)
 
     def chunk(carry, part):
@@ -65,12 +68,12 @@ def _forward(hidden, unembed, labels, weights, softcap, chunks, z_loss, gradient
 
     zero = jnp.zeros((), jnp.float32)
     start = (zero, zero, jnp.zeros(unembed.shape if gradient else (), jnp.float32))
-    parts = (_split(hidden, chunks), _split(labels, chunks), _split(weights, chunks))
+    parts = tuple(_split(x, chunks, ways) for x in (hidden, labels, weights))
     (nats, objective, d_weight), d_hidden = jax.lax.scan(chunk, start, parts, unroll=chunks == 1)
-    return (nats, objective), (d_hidden if d_hidden is None else _unsplit(d_hidden), d_weight)
+    return (nats, objective), (d_hidden if d_hidden is None else _unsplit(d_hidden, ways), d_weight)
 
 
-def _backward(softcap, chunks, z_loss, saved, cotangents):
+def _backward(softcap, chunks, z_loss, ways, saved, cotangents):
     d_hidden, d_weight = saved
     scale = cotangents[1]
     return d_hidden * scale.astype(d_hidden.dtype), d_weight * scale, None, None
@@ -98,11 +101,15 @@ def _nats(logits: Array, labels: Array) -> tuple[Array, Array, Array, Array]:
     return log_z - chosen, log_z, exponentials, total
 
 
-def _split(x: Array, chunks: int) -> Array:
-    """[B, T, ...] -> [chunks, B, T/chunks, ...]: the batch stays whole, so that its sharding does."""
-    return jnp.moveaxis(x.reshape(x.shape[0], chunks, x.shape[1] // chunks, *x.shape[2:]), 1, 0)
+def _split(x: Array, chunks: int, ways: int) -> Array:
+    """[B, T, ...] -> [chunks, B, T/chunks, ...]; batch and devices' parts of the sequence keep their sharding."""
+    size = x.shape[1] // (ways * chunks)
+    parts = x.reshape(x.shape[0], ways, chunks, size, *x.shape[2:])
+    return jnp.moveaxis(parts, 2, 0).reshape(chunks, x.shape[0], ways * size, *x.shape[2:])
 
 
-def _unsplit(x: Array) -> Array:
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
+def _unsplit(x: Array, ways: int) -> Array:
+    """The inverse."""
+    chunks, rows, length = x.shape[:3]
+    parts = x.reshape(chunks, rows, ways, length // ways, *x.shape[3:])
+    return jnp.moveaxis(parts, 0, 2).reshape(rows, chunks * length, *x.shape[3:])

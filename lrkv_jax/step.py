@@ -109,6 +109,7 @@ class Program:
             self.model.logit_softcap,
             self.train.loss_chunks,
             self.train.z_loss,
+            sharding.context_ways(),
         )
         return objective, (nats, jnp.sum(weights))
 
@@ -167,7 +168,12 @@ class Program:
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :], inputs.shape)
         hidden = model.hidden(inputs, positions)
         return loss.token_nats(
-            hidden, model.unembedding(), labels, softcap=self.model.logit_softcap, chunks=self.train.loss_chunks
+            hidden,
+            model.unembedding(),
+            labels,
+            softcap=self.model.logit_softcap,
+            chunks=self.train.loss_chunks,
+            ways=sharding.context_ways(),
         )
 
 

@@ -14,6 +14,7 @@ import pytest
 from jax.experimental import topologies
 from kernel_cases import Case, cases, oracle
 
+from lrkv_jax.attention import cache
 from lrkv_jax.attention.kernels import tpu
 
 # Before libtpu loads: several processes may, and it looks for no machine and says so nowhere.
@@ -89,6 +90,18 @@ def test_any_rank(rank):
 def test_unused_blocks_do_not_enter():
     """Fails if a block beyond a row's length is computed: it is all NaN."""
     check(Case("poison", shared=10, rank=5, angles=10, code=False, k_scale=True, angle_rows=True), poison=True)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("features", [(3, 8), (16,)], ids=["per-head", "shared"])
+def test_write_is_the_scatter(features, dtype):
+    """Bug: a token lands in another tile, row or lane, or one beyond the cache overwrites its last slot."""
+    stored = jax.random.normal(jax.random.key(0), (3, 5, *features, 256)).astype(dtype)
+    new = jax.random.normal(jax.random.key(1), (5, *features)).astype(dtype)
+    slots = jnp.array([0, 255, 256, 700, 768])
+    wanted = cache.write({"leaf": stored}, {"leaf": new[:, None]}, slots[:, None])["leaf"]
+    assert np.sum(np.asarray(wanted != stored)) == 4 * math.prod(features)
+    np.testing.assert_array_equal(tpu.write(stored, new, slots, interpret=True), wanted)
 
 
 def test_refuses_what_it_cannot_read():

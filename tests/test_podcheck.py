@@ -218,14 +218,18 @@ def test_too_large_is_said(monkeypatch, capsys):
 
 @needs_libtpu
 def test_decode_step(monkeypatch, capsys, tmp_path):
-    """Fails if the decode step no longer lowers from shapes, or its cache is not the one that is allocated."""
+    """Fails if the decode step no longer lowers from shapes, its cache is not the one that is allocated, or a step
+    moves more than weights and cache once: a scatter into the cache copied it whole into another layout and back."""
     path = tmp_path / "report.json"
-    args = ("--decode", "--length", "64", "--batch", "8", "--most", "1", "--json", str(path))
+    args = ("--decode", "--length", "8192", "--batch", "8", "--most", "1", "--json", str(path))
     assert run(monkeypatch, *DEBUG, "--topology", "v5e:2x2", *args) == 0
     report = json.loads(path.read_text())
-    assert report["cache_bytes_logical"] == 240 * 64 * 8
-    assert report["plans"][0]["cache_bytes"] * 4 >= report["cache_bytes_logical"]
-    assert report["plans"][0]["kernels"] == 2
+    (plan,) = report["plans"]
+    assert report["cache_bytes_logical"] == 240 * 8192 * 8
+    assert plan["cache_bytes"] * 4 >= report["cache_bytes_logical"]
+    assert plan["kernels"] == 2 * (1 + 5)  # in each layer attention, and a write for each leaf
+    assert plan["memory"]["temporaries"] < 0.1 * plan["cache_bytes"]
+    assert plan["hbm_bytes_per_device"] < 1.3 * (plan["weight_bytes"] + plan["cache_bytes"])
 
 
 @needs_libtpu

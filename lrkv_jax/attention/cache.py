@@ -68,7 +68,7 @@ def write(cache: Cache, entry: Entry, slots: Int[Array, "B T"]) -> Cache:
 
     def put(stored: Array, new: Array) -> Array:
         block = stored.shape[-1]
-        return stored.at[slots // block, rows, ..., slots % block].set(_pad(new, stored.shape[-2]))
+        return stored.at[slots // block, rows, ..., slots % block].set(padded(new, stored.shape[-2]))
 
     return {name: put(stored, entry[name]) for name, stored in cache.items()}
 
@@ -81,7 +81,7 @@ def write_blocks(cache: Cache, entry: Entry, first: Int[Array, ""] | int) -> Cac
 
     def put(stored: Array, new: Array) -> Array:
         start = (first, *(0,) * (stored.ndim - 1))
-        return jax.lax.dynamic_update_slice(stored, to_blocks(_pad(new, stored.shape[-2]), stored.shape[-1]), start)
+        return jax.lax.dynamic_update_slice(stored, to_blocks(padded(new, stored.shape[-2]), stored.shape[-1]), start)
 
     return {name: put(stored, entry[name]) for name, stored in cache.items()}
 
@@ -110,7 +110,7 @@ def bytes_of(cache: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
-def _pad(new: Array, size: int) -> Array:
-    """Zeros after the last feature dimension, up to `size`."""
+def padded(new: Array, size: int) -> Array:
+    """An entry's leaf with zeros after its last feature dimension, up to `size`."""
     missing = size - new.shape[-1]
     return jnp.pad(new, [(0, 0)] * (new.ndim - 1) + [(0, missing)]) if missing else new

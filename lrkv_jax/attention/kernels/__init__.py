@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from lrkv_jax import sharding
-from lrkv_jax.attention.cache import Layout, allocate, bytes_of
+from lrkv_jax.attention import cache
+from lrkv_jax.attention.cache import Cache, Entry, Layout, allocate, bytes_of
 from lrkv_jax.attention.kernels import blocked
 from lrkv_jax.attention.kernels.form import Blocks, Queries, Sums
 from lrkv_jax.settings import UserError
@@ -67,6 +68,35 @@ def layout(
 def stored_tables(tables: Any, implementation: Implementation, dtype: Any) -> Any:
     """Tables of key positions as an implementation reads them: the TPU kernel would round them at every step."""
     return jax.tree.map(lambda table: table.astype(dtype), tables) if implementation == "pallas_tpu" else tables
+
+
+def write(
+    stored: Cache,
+    entry: Entry,
+    slots: Int[Array, "B T"],
+    axes: dict[str, tuple[str | None, ...]],
+    *,
+    implementation: Implementation,
+    interpret: bool = False,
+) -> Cache:
+    """`cache.write`, in place on every platform; `axes` are the family's `cache_axes`."""
+    if implementation != "pallas_tpu" or slots.shape[1] != 1:
+        return cache.write(stored, entry, slots)
+    from lrkv_jax.attention.kernels import tpu
+
+    run = functools.partial(tpu.write, interpret=interpret)
+    mesh, axes = jax.sharding.get_abstract_mesh(), cache.axes(axes, stored)
+
+    def put(name: str, leaf: Array) -> Array:
+        new = cache.padded(entry[name], leaf.shape[-2])[:, 0]
+        if mesh.empty:
+            return run(leaf, new, slots[:, 0])
+        spec = sharding.sharding_of(leaf.shape, axes[name], mesh).spec
+        rows = sharding.spec(("batch",))
+        split = jax.shard_map(run, mesh=mesh, in_specs=(spec, P(*spec[1:-1]), rows), out_specs=spec, check_vma=False)
+        return split(leaf, new, slots[:, 0])
+
+    return {name: put(name, leaf) for name, leaf in stored.items()}
 
 
 def attend(

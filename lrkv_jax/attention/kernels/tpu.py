@@ -79,6 +79,38 @@ def attend(
     return Sums(shared, code)
 
 
+def write(stored: Array, new: Array, slots: Int[Array, " B"], *, interpret: bool = False) -> Array:
+    """Puts one token of each row, new [B, *f], into its slot of a leaf [n, B, *f, S], in place: 128 slots move.
+
+    XLA's scatter would copy the whole leaf into another layout and back. A slot beyond the cache is left out.
+    """
+    size, capacity = stored.shape[-1], stored.shape[0] * stored.shape[-1]
+    features = stored.shape[2:-1]
+
+    def kernel(slots: Any, new: Any, old: Any, out: Any) -> None:
+        slot = slots[pl.program_id(0)]
+        lane = jax.lax.broadcasted_iota(jnp.int32, old.shape, len(features))
+        here = (lane == jax.lax.rem(slot, LANES)) & (slot < capacity)
+        out[...] = jnp.where(here, new[...], old[...])
+
+    def tile(row: Any, slots: Any) -> tuple:
+        slot = jnp.minimum(slots[row], capacity - 1)
+        return jax.lax.div(slot, size), row, *[0] * len(features), jax.lax.div(jax.lax.rem(slot, size), LANES)
+
+    old = pl.BlockSpec((None, None, *features, LANES), tile)
+    column = pl.BlockSpec((None, *features, 1), lambda row, slots: (row, *[0] * (len(features) + 1)))
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, grid=(len(slots),), in_specs=(column, old), out_specs=old
+        ),
+        out_shape=jax.ShapeDtypeStruct(stored.shape, stored.dtype),
+        input_output_aliases={2: 0},
+        interpret=interpret,
+        name="cache_write",
+    )(slots, new[..., None], stored)
+
+
 def _lay_out(queries: Queries, blocks: Blocks) -> Queries:
     """Queries as one matrix a row of the batch, padded as the blocks are and in their dtype.
 
