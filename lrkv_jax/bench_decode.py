@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import functools
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -55,8 +54,9 @@ class Stepper:
         self.module: AttentionBase = nnx.merge(self.graph, abstract)
         self.shapes = self.module.entry_shapes()
         self.layout = kernels.layout(implementation, self.shapes, self.module.cache_axes, length)
-        self.cache_bytes = cache.bytes_of(jax.eval_shape(self.filled_cache))
-        check_memory(self.cache_bytes, f"{length} tokens of {config.family} at batch = {batch} in {dtype}")
+        abstract = jax.eval_shape(self.filled_cache)
+        cache.check_memory(abstract, f"a cache of {length} tokens of {config.family}, batch = {batch}, in {dtype}")
+        self.cache_bytes = cache.bytes_of(abstract)
         self.bytes_read = self.cache_bytes + cache.bytes_of(jax.eval_shape(self.prepared))
         self.steps = min(math.ceil(CALL_BYTES[jax.default_backend()] / self.bytes_read), MOST_STEPS)
         self.x = jax.random.normal(jax.random.key(0), (batch, 1, width), self.dtype)
@@ -133,14 +133,6 @@ class Stepper:
         return seconds[1:]
 
 
-def check_memory(needed: int, what: str) -> None:
-    """Raises UserError where a cache of so many bytes can't fit the device, or the machine where that is a CPU."""
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if limit is None else limit
-    if needed > limit:
-        raise UserError(f"{what} need a cache of {needed / 2**30:.1f} GiB; there are {limit / 2**30:.1f} GiB of memory")
-
-
 @dataclasses.dataclass(frozen=True)
 class Row:
     """What one family's step took at one length and dtype."""
@@ -191,8 +183,7 @@ def measure(
     can't run here, a length or batch below 1, and a cache beyond the memory.
     """
     platform = jax.default_backend()
-    implementation = kernels.default_implementation(platform) if implementation is None else implementation
-    kernels.check_implementation(implementation, platform)
+    implementation = kernels.choose(implementation, platform, absorbs=True)
     dtypes = [dtype] if isinstance(dtype, str) else list(dtype)
     for what, value in (("length", min(lengths)), ("batch", batch), ("rounds", rounds)):
         if value < 1:
@@ -302,7 +293,7 @@ def planned(options: argparse.Namespace) -> Callable[[], dict[str, Any]]:
     """What is to be measured. Raises UserError for a mistake in the flags that can be known beforehand."""
     configs, width = bench_shapes.chosen(options)
     if options.implementation is not None:
-        kernels.check_implementation(options.implementation, jax.default_backend())
+        kernels.choose(options.implementation, jax.default_backend(), absorbs=True)
     return functools.partial(
         measure,
         configs,

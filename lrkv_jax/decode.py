@@ -2,7 +2,7 @@
 
 A `Decoder` holds a model's weights as decoding wants them and the compiled functions; `Decoder.start` reads prompts
 into a fresh cache, and the `Session` it returns yields tokens. What is on the device is donated from call to call: the
-cache exists once, and no call is compiled twice, however long the sequences grow.
+cache exists once, and nothing is compiled anew as sequences grow.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ class Decoder:
         """Prepares the weights. `vocab`: how many ids may be drawn, all by default; `block`: S of the cache's blocks.
 
         With params None there are no weights but `abstract_weights`, for compiling where the mesh's devices are not.
-        Raises UserError where the implementation can't run on the mesh, or rows don't divide over its devices.
+        Raises UserError where the implementation can't run on the mesh, rows don't divide over its devices, it splits
+        the sequence, or its devices have no room for the cache.
         """
-        platform = mesh.devices.flat[0].platform
-        implementation = kernels.default_implementation(platform) if implementation is None else implementation
-        if not interpret:
-            kernels.check_implementation(implementation, platform)
         if batch < 1 or batch % sharding.row_ways(mesh):
-            raise UserError(f"batch = {batch}: rows must divide over data x fsdp = {sharding.row_ways(mesh)} devices")
+            raise UserError(f"batch = {batch}: rows must divide over slices x data x fsdp = {sharding.row_ways(mesh)}")
+        if mesh.shape["context"] > 1:
+            raise UserError(f"mesh.context = {mesh.shape['context']}: decoding splits rows and heads only; must be 1")
         if slots < 1:
             raise UserError(f"slots = {slots}: a cache needs at least 1")
-        self.program, self.mesh, self.batch = program, mesh, batch
-        self.implementation, self.interpret = implementation, interpret
+        self.program, self.mesh, self.batch, self.interpret = program, mesh, batch, interpret
         abstract = program.abstract_params()
         outer, layers = nnx.eval_shape(lambda params: nnx.merge(program.graph, params).split(), abstract)
         self.attention = layers[0].attention
         self.graphs = nnx.graphdef(outer), nnx.graphdef(layers[0])
+        absorbs, platform = self.attention.absorbed_queries > 0, mesh.devices.flat[0].platform
+        self.implementation = kernels.choose(implementation, platform, absorbs, interpret)
         self.layout = kernels.layout(
-            implementation,
+            self.implementation,
             self.attention.entry_shapes(),
             self.attention.cache_axes,
             slots,
@@ -78,7 +78,10 @@ class Decoder:
         self.allowed = jnp.asarray(drawable(program, vocab))
         with jax.set_mesh(mesh):
             self.weights = None if params is None else jax.jit(self._prepare)(params)
-        placed = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
+        state = self.abstract_state()
+        placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+        if params is not None:
+            cache.check_memory(state["caches"], f"slots = {slots}: a cache of {batch} rows")
         compiled = functools.partial(jax.jit, donate_argnums=1)
         self._empty_state = jax.jit(self.empty_state, out_shardings=placed)
         self._prefill = compiled(self.prefill, out_shardings=placed)
@@ -89,8 +92,13 @@ class Decoder:
     def start(self, prompts: Sequence[Sequence[int]], chunk: int | None = None) -> Session:
         """Reads one prompt a row, whole or `chunk` tokens at a time, into a fresh cache.
 
-        Raises UserError for an empty prompt, one longer than the cache, or a chunk that isn't whole blocks.
+        Raises UserError for an empty prompt, one longer than the cache, an id the model doesn't have, or a chunk that
+        isn't whole blocks.
         """
+        vocab = self.program.model.vocab
+        strange = [number for prompt in prompts for number in prompt if not 0 <= number < vocab]
+        if strange:
+            raise UserError(f"prompt token {strange[0]}: ids are from 0 to {vocab - 1}")
         lengths = [len(prompt) for prompt in prompts]
         if len(prompts) != self.batch or min(lengths) < 1:
             raise UserError(f"prompts of {lengths} tokens: needed are {self.batch}, each of at least 1 token")
@@ -99,7 +107,7 @@ class Decoder:
             raise UserError(f"a prompt of {max(lengths)} tokens is longer than the cache of {slots} slots")
         if chunk is not None and (chunk < 1 or chunk % block):
             raise UserError(f"chunk = {chunk}: must be a multiple of the cache's block of {block} slots")
-        # Whole prefills are padded to a power of two, chunks to a block, so that few lengths are ever compiled.
+        # Whole prefills are padded to a power of two, the last chunk to whole blocks, so that few lengths are compiled.
         size = min(1 << (max(lengths) - 1).bit_length(), slots) if chunk is None else -(-max(lengths) // block) * block
         tokens = np.zeros((self.batch, size), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
@@ -267,10 +275,15 @@ class Session:
     ) -> Iterator[Int[np.ndarray, "B count"]]:
         """Yields [B, n] new tokens, n <= `every`, `steps` in all or till every row has drawn its end token.
 
-        What follows a row's first end token is filled with end tokens. Raises UserError, before anything is drawn,
-        where the cache is too short for `steps` more.
+        What follows a row's first end token is filled with end tokens. Each `sampling` and `every` is compiled once.
+        Raises UserError, before anything is drawn, where the cache is too short for `steps` more, or there isn't one
+        seed, 0 or more and below 2**32, for every row.
         """
-        slots = self.decoder.layout.slots
+        slots, rows = self.decoder.layout.slots, self.decoder.batch
+        if len(seeds) != rows or not all(0 <= seed < 2**32 for seed in seeds):
+            raise UserError(f"seeds = {list(seeds)}: needed is one for each of {rows} rows, from 0 to 2**32 - 1")
+        if every < 1:
+            raise UserError(f"every = {every}: must be at least 1")
         if steps < 0 or self.filled + steps > slots:
             raise UserError(f"{self.filled} tokens and {steps} new ones don't fit into a cache of {slots} slots")
         return self._generate(steps, sampling, jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32)), every)
@@ -299,7 +312,12 @@ class Session:
 
 
 def drawable(program: Program, vocab: int | None) -> np.ndarray:
-    """Which of the V ids may be drawn: those of the tokenizer, and a begin token only where it is the end token too."""
+    """Which of the V ids may be drawn: those of the tokenizer, and a begin token only where it is the end token too.
+
+    Raises UserError for a vocabulary larger than the model's.
+    """
+    if vocab is not None and not 1 <= vocab <= program.model.vocab:
+        raise UserError(f"vocab = {vocab}: must be from 1 to model.vocab = {program.model.vocab}")
     allowed = np.arange(program.model.vocab) < (program.model.vocab if vocab is None else vocab)
     if program.tokens.begin != program.tokens.end:
         allowed[program.tokens.begin] = False  # it marks a start and is never predicted

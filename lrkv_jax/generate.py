@@ -59,7 +59,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of sample 0; sample i has seed + i (0)")
     add("--step", default="newest", help="checkpoint: newest, best, or a step's number")
     add("--slots", type=int, metavar="N", help="tokens that the cache holds (the run's data.context)")
-    add("--chunk", type=int, metavar="N", help="read the prompt N tokens at a time, whole blocks of the cache")
+    add("--chunk", type=int, metavar="N", help="read the prompt N tokens at a time: whole blocks of min(512, slots)")
     add("--dtype", choices=("float32", "bfloat16"), help="of weights, cache and products (the run's)")
     add("--implementation", help="reference, blocked, pallas_tpu or pallas_gpu (the fastest here)")
     add("--tensor", type=int, default=1, metavar="N", help="devices that share the heads; the rest share samples (1)")
@@ -176,15 +176,23 @@ class Continuation:
         return self.release(whole=self.ended)
 
     def release(self, whole: bool = True) -> str:
-        """The text of what waits; unless the `whole` is due, nothing while it ends within a letter."""
+        """The text of what waits; unless the `whole` is due, without tokens at the end that may be part of a letter."""
+        count = len(self.waiting) - (0 if whole else self._unfinished())
+        ready, self.waiting = self.waiting[:count], self.waiting[count:]
         # A tokenizer may write a token otherwise at the beginning of a text, so what was shown last is decoded along.
-        before, after = (self.tokenizer.decode(ids) for ids in (self.shown, self.shown + self.waiting))
-        if after.endswith("\ufffd") and not whole:
-            return ""
+        before, after = (self.tokenizer.decode(ids) for ids in (self.shown, self.shown + ready))
         piece = after[len(before) :]
-        self.shown, self.waiting = self.waiting or self.shown, []
+        self.shown = ready or self.shown
         self.text += piece
         return piece
+
+    def _unfinished(self) -> int:
+        """How many tokens to hold back: a letter has at most 4 bytes, so at most 3 tokens can wait for its end."""
+        count = len(self.waiting)
+        for held in range(min(3, count)):
+            if not self.tokenizer.decode(self.shown + self.waiting[: count - held]).endswith("\ufffd"):
+                return held
+        return min(3, count)
 
 
 def show(samples: list[Continuation], drawn: Iterable[np.ndarray], options: argparse.Namespace) -> None:

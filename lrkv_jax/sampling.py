@@ -8,12 +8,14 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from lrkv_jax.settings import Settings
 
+TINY = float(jnp.finfo(jnp.float32).tiny)
+
 
 class Sampling(Settings):
     """How a token is drawn from the logits; in this order: temperature, top-k, top-p."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token (greedy)."""
+    """Divides the logits; 0, or what float32 can't tell from it, takes the likeliest token (greedy)."""
     top_k: int = 0
     """Only the k likeliest tokens; 0 = all."""
     top_p: float = 1.0
@@ -34,9 +36,10 @@ def sample(
 ) -> Int[Array, "B"]:
     """One token a row; a token that isn't allowed is never drawn."""
     logits = jnp.where(allowed[None], logits.astype(jnp.float32), -jnp.inf)
-    if sampling.temperature == 0:
+    if sampling.temperature < TINY:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
+    # Relative to the likeliest, so that dividing by a tiny temperature can't overflow it.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits >= least, logits, -jnp.inf)

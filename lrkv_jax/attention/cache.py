@@ -7,6 +7,7 @@ block i // S. Where a device's tiles ask for it, the last feature dimension is p
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
+
+from lrkv_jax.settings import UserError
 
 Entry = dict[str, Array]
 Cache = dict[str, Array]
@@ -54,12 +57,6 @@ def axes(of_features: dict[str, tuple[str | None, ...]], cache: Any) -> dict[str
         return known + (None,) * (ndim - len(known))
 
     return {name: leaf(name, stored.ndim) for name, stored in cache.items()}
-
-
-def slots(cache: Any) -> int:
-    """Slots of a row, of a concrete or an abstract cache."""
-    leaf = next(iter(cache.values()))
-    return leaf.shape[0] * leaf.shape[-1]
 
 
 def write(cache: Cache, entry: Entry, slots: Int[Array, "B T"]) -> Cache:
@@ -108,6 +105,26 @@ def restore(cache: Cache, shapes: dict[str, jax.ShapeDtypeStruct]) -> Entry:
 def bytes_of(cache: Any) -> int:
     """Bytes of all leaves, concrete or abstract."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+
+def check_memory(caches: Any, what: str) -> None:
+    """Raises UserError where abstract caches, with their shardings if they have some, can't fit a device's memory.
+
+    That of a CPU is the machine's.
+    """
+
+    def held(leaf: jax.ShapeDtypeStruct) -> int:
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    device = jax.local_devices()[0]
+    needed = sum(map(held, jax.tree.leaves(caches)))
+    if device.platform == "cpu":
+        limit, needed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), needed * jax.local_device_count()
+    else:
+        limit = (device.memory_stats() or {}).get("bytes_limit", math.inf)
+    if needed > limit:
+        raise UserError(f"{what} needs {needed / 2**30:.1f} GiB; there are {limit / 2**30:.1f} GiB of memory")
 
 
 def padded(new: Array, size: int) -> Array:

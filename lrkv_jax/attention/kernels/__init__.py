@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -20,22 +21,41 @@ from lrkv_jax.settings import UserError
 Implementation = Literal["reference", "blocked", "pallas_tpu", "pallas_gpu"]
 
 BLOCK = 512
-"""Slots of a block; with 256 to 512 a CPU is fastest (docs/log.md)."""
+"""Slots of a block where no kernel asks for another size (docs/log.md)."""
 
 PLATFORM = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
 """The one platform that a kernel runs on; what is not named runs on all."""
 
-
-def default_implementation(platform: str) -> Implementation:
-    """The fastest that runs on a platform (cpu, gpu, tpu)."""
-    return next((name for name, home in PLATFORM.items() if home == platform), "blocked")
+TILE = {"pallas_tpu": 128, "pallas_gpu": 128}
+"""What S must be a multiple of."""
 
 
-def check_implementation(name: str, platform: str) -> None:
-    """Raises UserError where an implementation is unknown or can't run on the platform, with those that can."""
-    able = [known for known in get_args(Implementation) if PLATFORM.get(known, platform) == platform]
+def choose(name: str | None, platform: str, absorbs: bool, interpret: bool = False) -> Implementation:
+    """The implementation of that name, or with None the fastest that runs on a platform (cpu, gpu, tpu).
+
+    `absorbs`: whether the family has a `read`, which the kernels need. With `interpret` they run anywhere.
+    Raises UserError where there is none of that name, or it can't run there, with those that can.
+    """
+    every = get_args(Implementation)
+    if name is not None and name not in every:
+        raise UserError(f"implementation = {name}: unknown; there are {', '.join(every)}")
+    if platform == "gpu" and not interpret and not _recent_gpu():
+        platform = "gpu older than NVIDIA's compute capability 8.0"
+    able = [
+        known for known in every if known not in PLATFORM or (absorbs and (interpret or PLATFORM[known] == platform))
+    ]
+    if name is None:
+        return next((known for known in able if known in PLATFORM and not interpret), "blocked")
     if name not in able:
-        raise UserError(f"implementation = {name}: cannot run on {platform}; these can: {', '.join(able)}")
+        where = f"on {platform}" if absorbs else f"on {platform} for a family that has no `read`"
+        raise UserError(f"implementation = {name}: cannot run {where}; these can: {', '.join(able)}")
+    return name
+
+
+def _recent_gpu() -> bool:
+    """Whether the GPU here is one that the kernel was written for."""
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    return bool(re.fullmatch(r"\d+\.\d+", capability)) and float(capability) >= 8
 
 
 def layout(
@@ -50,19 +70,22 @@ def layout(
 
     `axes` names the features (`AttentionBase.cache_axes`): where heads are split over `tensor` > 1 devices their axis
     isn't padded, since a device's part would begin at another head in the padded leaves than in the others.
+    Raises UserError for a block of another size than the implementation can read.
     """
+    tile = TILE.get(implementation, 1)
+    if block is not None and (block < 1 or block % tile):
+        raise UserError(f"block = {block}: must be a multiple of {tile} slots for {implementation}")
+    rows, best = {}, BLOCK
     if implementation == "pallas_tpu":
         from lrkv_jax.attention.kernels import tpu
 
         rows = {
-            name: tpu.padded_rows(shape.shape[-1], shape.dtype)
+            name: tpu.padded_rows(shape.shape[-1])
             for name, shape in shapes.items()
             if tensor == 1 or axes.get(name, ("heads",))[-1] not in ("heads", "kv_heads")
         }
-        one = jax.eval_shape(lambda: allocate(shapes, 1, Layout(1, 1, rows)))
-        return Layout(slots, block or tpu.block_size(bytes_of(one)), rows)
-    tile = 128 if implementation == "pallas_gpu" else 1
-    return Layout(slots, block or min(BLOCK, -(-slots // tile) * tile))
+        best = tpu.block_size(bytes_of(jax.eval_shape(lambda: allocate(shapes, 1, Layout(1, 1, rows)))))
+    return Layout(slots, block or min(best, -(-slots // tile) * tile), rows)
 
 
 def stored_tables(tables: Any, implementation: Implementation, dtype: Any) -> Any:

@@ -6,7 +6,6 @@ needs stays in the processor's caches.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,10 +32,10 @@ def score(queries: Queries, block: Blocks) -> Float[Array, "B K J S"]:
     if queries.code is not None:
         scores += product("bkjr,bkrs->bkjs", queries.code, block.k_code)
     if queries.m is not None:
-        w = product("bkjrc,bcs->bkjrs", queries.m, block.angles)
+        w = _turned("bkjrc,bcs->bkjrs", queries.m, block.angles)
         scores += jnp.sum(w * block.k_code.astype(jnp.float32)[:, :, None], axis=3)
     if queries.m_bias is not None:
-        scores += product("bkjc,bcs->bkjs", queries.m_bias, block.angles)
+        scores += _turned("bkjc,bcs->bkjs", queries.m_bias, block.angles)
     if queries.bias is not None:
         scores += queries.bias[..., None]
     return scores if block.k_scale is None else scores * block.k_scale[:, :, None]
@@ -52,15 +51,18 @@ def weigh(weights: Float[Array, "B K J S"], block: Blocks) -> Sums:
 
 
 def product(equation: str, x: Array, y: Array) -> Array:
-    """An einsum in float32; rows that share their positions (b = 1) share the operand."""
+    """An einsum in float32."""
     # Float32 operands are multiplied as such; else a TPU or GPU may take the one pass that bfloat16 needs.
     exact = x.dtype == y.dtype == jnp.float32
-    einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST if exact else None)
-    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    if y.shape[0] < x.shape[0]:
-        left, right, out = equation.replace("->", ",").split(",")
-        return einsum(f"{left},{right[1:]}->{out}", x, y[0])
-    return einsum(equation, x, y)
+    precision = jax.lax.Precision.HIGHEST if exact else None
+    return jnp.einsum(equation, x.astype(jnp.float32), y.astype(jnp.float32), precision=precision)
+
+
+def _turned(equation: str, x: Array, angles: Float[Array, "b C S"]) -> Array:
+    """The product of x [B, ...] and the angles; rows of the same positions (b = 1) share one operand."""
+    if angles.shape[0] == x.shape[0]:
+        return product(equation, x, angles)
+    return product(equation.replace(",b", ","), x, angles[0])
 
 
 def online_softmax(

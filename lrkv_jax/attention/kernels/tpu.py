@@ -41,7 +41,7 @@ BLOCK_BYTES = 4 << 20
 VMEM_BYTES = 56 << 20
 
 
-def padded_rows(size: int, dtype: Any) -> int:
+def padded_rows(size: int) -> int:
     """Rows that `size` features take in a block: the next multiple of 8, be the dtype float32 or bfloat16."""
     return -(-size // ROWS) * ROWS
 
