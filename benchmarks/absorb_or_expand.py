@@ -24,7 +24,7 @@ from lrkv_jax.attention import kernels
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.timing import aligned, machine, positive, ratio
 
-QUERIES = (1, 2, 4, 8, 16, 64)
+QUERIES = (1, 2, 4, 6, 8, 16, 64, 128)
 
 
 class Reader:

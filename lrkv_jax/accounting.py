@@ -74,7 +74,8 @@ class CacheBytes(NamedTuple):
     logical: int
     """What `compress` returns."""
     padded: int
-    """What is allocated, where an implementation pads features to a device's tiles."""
+    """What is allocated, where an implementation pads features to a device's tiles. Not counted: on a TPU with heads
+    split, key scales (4 bytes a head) of heads that aren't a multiple of 8, which the device itself pads."""
     per_device: int
     """Of `padded`, on each device of a mesh whose `tensor` axis splits heads; what heads share lies on all of them."""
 

@@ -38,7 +38,7 @@ EPS = 1e-6
 CALLS = 3
 """Timed calls of a turn, after one that is not."""
 CALL_BYTES = {"cpu": 3e8, "gpu": 1e11, "tpu": 3e10}
-"""Bytes that a call reads, in as many steps as it takes: 20 to 40 ms, which hides what a call costs by itself."""
+"""Bytes that a call reads, in as many steps as it takes: tens of ms, which hides what a call costs by itself."""
 MOST_STEPS = 512
 """For shapes so small that what they read isn't what their time is spent on."""
 

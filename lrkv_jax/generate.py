@@ -104,7 +104,9 @@ def run(options: argparse.Namespace) -> None:
     marks.append(time.perf_counter())
     if options.stats:
         tokens = len(prompt) * len(samples), sum(sample.tokens for sample in samples)
-        print(f"{speed(*tokens, marks)}\n{cache_bytes(config, session, options.tensor)}", file=sys.stderr)
+        print(
+            f"{speed(*tokens, marks)}\n{cache_bytes(config, session, options.tensor, options.samples)}", file=sys.stderr
+        )
 
 
 def read_prompt(options: argparse.Namespace) -> str:
@@ -226,7 +228,7 @@ def speed(read: int, drawn: int, marks: Sequence[float]) -> str:
     )
 
 
-def cache_bytes(config: RunConfig, session: Session, tensor: int) -> str:
+def cache_bytes(config: RunConfig, session: Session, tensor: int, samples: int) -> str:
     """Lines on the bytes of the live cache, beside what accounting says they should be."""
     decoder = session.decoder
     heads = {"heads": config.attention.heads, "head_dim": config.attention.head_dim}
@@ -236,13 +238,15 @@ def cache_bytes(config: RunConfig, session: Session, tensor: int) -> str:
     here = rows // sharding.row_ways(decoder.mesh)
     whole, local = session.cache_bytes(), session.cache_bytes_per_device()
     percent = 100 * whole / (rows * slots * accounting.cache_bytes(mha, 1, decoder.implementation).padded)
+    filler = f" ({rows - samples} rows only fill up the devices)" if rows > samples else ""
     padded = f", {found.logical:,} of them not padding" if found.padded != found.logical else ""
     return "\n".join(
         [
             f"cache     {whole // (rows * slots):,} bytes/token (accounting: {found.padded:,}{padded}), "
             f"{percent:.1f} % of MHA",
             f"          {local // (here * slots):,} bytes/token on a device (accounting: {found.per_device:,})",
-            f"          {whole:,} bytes for {rows} x {slots:,} slots; {local:,} on a device, {here} x {slots:,} slots",
+            f"          {whole:,} bytes for {rows} x {slots:,} slots{filler}; "
+            f"{local:,} on a device, {here} x {slots:,} slots",
         ]
     )
 

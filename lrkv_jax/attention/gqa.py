@@ -66,7 +66,7 @@ class Attention(AttentionBase):
         """Nothing to expand: the entry is the keys and values."""
         return entry["k"], entry["v"]
 
-    absorbed_queries = 64  # expanding would only transpose; measured up to here (benchmarks/absorb_or_expand.py)
+    absorbed_queries = 64  # expanding would only transpose (benchmarks/results/decode-cpu-absorb.json)
     cache_axes: ClassVar = {"k": ("kv_heads", "head_dim"), "v": ("kv_heads", "head_dim")}
 
     def read(self, q: Float[Array, "B T H C"], cache: Cache, tables: None) -> tuple[Queries, Blocks]:

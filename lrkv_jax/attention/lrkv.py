@@ -160,11 +160,8 @@ class Attention(AttentionBase):
 
     @property
     def absorbed_queries(self) -> int:
-        """M costs R·C operations per (query, head, token), as expanding does per (head, token).
-
-        Expanding has its own transposes, though: on a CPU it gains from 6 queries on, and from more than 128 in the
-        other modes (benchmarks/absorb_or_expand.py).
-        """
+        """M costs R·C operations per (query, head, token), as expanding does per (head, token), so mode full gains
+        from expanding early; the other modes don't up to here (benchmarks/results/decode-cpu-absorb.json)."""
         return 4 if self.config.rope_mode == "full" else 64
 
     def tables(self, key_positions: Int[Array, "b S"], block: int) -> Float[Array, "n b C s"] | None:

@@ -104,7 +104,7 @@ class Attention(AttentionBase):
         shared = jnp.broadcast_to(rotary[:, :, None], (*nope.shape[:3], rotary.shape[-1]))
         return jnp.concatenate([nope, shared], axis=-1)
 
-    absorbed_queries = 64  # on a CPU expanding gains at about L = 128 queries (benchmarks/absorb_or_expand.py)
+    absorbed_queries = 64  # measured up to here (benchmarks/results/decode-cpu-absorb.json)
     cache_axes: ClassVar = {"latent": ("latent",), "k_scale": ("heads",)}
 
     def read(self, q: Float[Array, "B T H Q"], cache: Cache, tables: None) -> tuple[Queries, Blocks]:

@@ -5,11 +5,12 @@ beyond a row's own length are not computed, nor fetched: their index is that of 
 
 Positions lie in the lanes and features in the sublanes, so that every product is one matrix product for all heads.
 Where heads have codes of their own, their queries stand on the diagonal of a [K·J, K·R] matrix: K times the arithmetic,
-but hardly more time, since a matrix unit spends that on loading the codes. Sums of coded values are [K·J, K·V].
+which a matrix unit should hide behind loading the codes (an estimate: no TPU was at hand). Sums of coded values are
+[K·J, K·V].
 
 Products with a float32 cache take all the passes that float32 needs. With a bfloat16 cache they are single passes
 summed in float32, M times the angles too, which in six passes would take longer than reading the cache. Relative error
-of the sums, by the residual's size against the shared key (C = 128, R = 55, 2048 positions; interpreted, to float64):
+of the sums, by the residual's size against the shared key (docs/log.md says how it was measured):
 
     residual                                           0.1     0.5     1.0
     this kernel                                        0.0009  0.0025  0.0039
