@@ -33,8 +33,9 @@ class AttentionConfig(Settings):
     """RMSNorm without gain on every head's query and key (the paper's recipe)."""
     qkv_bias: bool = False
     """A learned bias on queries, keys and values, as in Qwen2."""
-    implementation: core.Implementation = "chunked"
-    """Training attention: `reference` forms all T² scores, `chunked` skips the future."""
+    implementation: core.Implementation = "auto"
+    """Training attention: `reference` forms all T² scores, `chunked` skips the future, `splash` is a kernel for TPU and
+    `cudnn` one for GPU; `auto` takes the kernel that can run where the program runs, else `chunked`."""
 
     def model_post_init(self, _: Any) -> None:
         """Refuses what no family can build."""

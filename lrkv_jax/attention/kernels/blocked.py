@@ -37,7 +37,7 @@ def score(queries: Queries, block: Blocks) -> Float[Array, "B K J S"]:
     if queries.m_bias is not None:
         scores += _turned("bkjc,bcs->bkjs", queries.m_bias, block.angles)
     if queries.bias is not None:
-        scores += queries.bias[..., None]
+        scores += queries.bias.astype(jnp.float32)[..., None]
     return scores if block.k_scale is None else scores * block.k_scale[:, :, None]
 
 
