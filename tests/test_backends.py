@@ -78,7 +78,7 @@ def small_blocks(monkeypatch):
 @pytest.fixture
 def no_gpu_needed(monkeypatch):
     """cuDNN's calls as a machine with an H100 would lower them."""
-    monkeypatch.setattr(backends, "platform", lambda: "gpu")
+    monkeypatch.setattr(backends.sharding, "platform", lambda: "gpu")
     monkeypatch.setattr(backends, "_gpu_generation", lambda: 9.0)
     library = "jax._src.cudnn.fused_attention_stablehlo"
     monkeypatch.setattr(f"{library}.check_cudnn_version", lambda: 91000)
