@@ -10,36 +10,41 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from pathlib import Path
 
 import jax
 
-from lrkv_jax import report, rundir, sharding
+from lrkv_jax import distributed, profiling, report, rundir, sharding
 from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.sharding import MeshConfig
+from lrkv_jax.storage import path
 
 
+@distributed.together
 def main() -> int:
     """Command line to exit status."""
     parser = Parser(prog="eval.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=path)
     parser.add_argument("--split", choices=("test", "validation"), default="test")
     parser.add_argument("--step", default="newest", help="newest, best, or a step's number")
+    profiling.add_cache_flag(parser)
+    distributed.add_flags(parser)
     options = parser.parse_args()
     config = RunConfig.load(options.run_dir)
     mesh = sharding.make_mesh(fitting(config.mesh))
+    profiling.keep_compiled(options.compile_cache, config.data.cache())
     store = rundir.open_corpus(options.run_dir, config)
     program = rundir.make_run_program(config, store)
     with contextlib.closing(Checkpointer(options.run_dir, config.checkpoint)) as checkpoints:
         abstract = program.abstract_state(mesh)["params"]
         params, step = checkpoints.restore_params(abstract, which(options.step))
     result = report.score(config, program, params, step, store, mesh, options.split)
-    print(report.table(result))
-    default = options.split == "test" and options.step == "newest"
-    name = "eval.json" if default else f"eval-{options.split}-{options.step}.json"
-    rundir.write_json(options.run_dir / name, result)
+    if distributed.is_first():
+        print(report.table(result))
+        default = options.split == "test" and options.step == "newest"
+        name = "eval.json" if default else f"eval-{options.split}-{options.step}.json"
+        rundir.write_json(options.run_dir / name, result)
     return 0
 
 
@@ -48,7 +53,8 @@ def fitting(config: MeshConfig) -> MeshConfig:
     try:
         sharding.make_mesh(config)
     except UserError as error:
-        print(f"{error}; scoring with {jax.device_count()} copies of the model instead", file=sys.stderr)
+        if distributed.is_first():
+            print(f"{error}; scoring with {jax.device_count()} copies of the model instead", file=sys.stderr)
         return MeshConfig()
     return config
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from lrkv_jax import sharding
 from lrkv_jax.config import RunConfig
+from lrkv_jax.fit import check_fit
 from lrkv_jax.settings import UserError
 from lrkv_jax.step import Program, Tokens, compile_train_step, make_program
 
@@ -81,7 +81,7 @@ def compile_training(config: RunConfig, devices: list[jax.Device]) -> jax.stages
     Raises UserError where model or batch don't divide over the mesh, OutOfMemory, or Refused.
     """
     mesh = sharding.make_mesh(config.mesh, devices)
-    check_batch(config, mesh)
+    check_fit(config, mesh)
     abstract, step = compile_train_step(program_of(config), mesh)
     shape = (config.train.batch_size, config.data.context + 1)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding.batch_sharding(mesh))
@@ -101,19 +101,6 @@ def compiled(step: Any, *arguments: Any) -> jax.stages.Compiled:
             sizes = float(needed) * UNITS[unit], float(available) * UNITS[unit_of_available]
             raise OutOfMemory(*sizes) from None
         raise Refused(one_line(error)) from None
-
-
-def check_batch(config: RunConfig, mesh: Mesh) -> None:
-    """Raises UserError where rows or positions don't divide over the mesh."""
-    rows, ways = config.train.batch_size // config.train.microbatches, sharding.row_ways(mesh)
-    if rows % ways:
-        raise UserError(
-            f"train.batch_size = {config.train.batch_size} in {config.train.microbatches} microbatch(es): {rows} rows "
-            f"don't divide over mesh slices x data x fsdp = {ways}"
-        )
-    context = mesh.shape["context"]
-    if config.data.context % context:
-        raise UserError(f"data.context = {config.data.context}: does not divide over mesh.context = {context}")
 
 
 def one_line(error: Exception) -> str:

@@ -6,11 +6,16 @@
 A step directory holds two Orbax items: `state`, the arrays, and `manifest`, our JSON with the shape, dtype and checksum
 of every array. The manifest is needed because tensorstore keeps no checksum of array data: a flipped byte there would
 be restored without a word. Orbax writes into a temporary directory and renames it when all is on disk, so a save that
-is cut, however brutally, leaves no step directory at all; what else disks and hands do to one, reading finds out.
+is cut, however brutally, leaves no step directory at all (in a bucket, which has no rename, one without its commit
+marker); what else disks and hands do to one, reading finds out.
+
+Of several processes every one writes and reads its own part of the arrays. What they do next must not differ, so what a
+directory holds is looked up by process 0 alone and agreed, and a part that one can't read is damage for all.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import json
@@ -18,18 +23,20 @@ import logging
 import math
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 from pydantic import Field
 
+from lrkv_jax import storage
+from lrkv_jax.distributed import agreed, gathered, is_first
+from lrkv_jax.inventory import compare, inventory, short
 from lrkv_jax.settings import Settings, UserError
+from lrkv_jax.storage import AnyPath
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +75,9 @@ class Checkpointer:
     mesh that saved. Restored arrays belong to JAX and may be donated.
     """
 
-    def __init__(self, run_dir: Path, config: CheckpointConfig):
+    def __init__(self, run_dir: AnyPath, config: CheckpointConfig):
         _quieten()
-        self._root = Path(os.path.abspath(run_dir)) / "checkpoints"  # Orbax refuses relative paths, and only at a save
+        self._root = storage.absolute(run_dir) / "checkpoints"  # Orbax refuses relative paths, and only at a save
         self._newest = Shelf(self._root / "newest", config.keep)
         self._best = Shelf(self._root / "best", 1)
 
@@ -93,7 +100,7 @@ class Checkpointer:
             UserError: this save or the one before it failed, with the reason; or later steps are already saved.
         """
         self._newest.wait()
-        later = [other for other in self.steps() if other > step]
+        later = agreed(lambda: [other for other in self.steps() if other > step])
         if later:
             raise UserError(f"step {step} is not saved: {self._newest.directory} already holds step {later[-1]}")
         self._newest.save(step, state)
@@ -101,7 +108,7 @@ class Checkpointer:
     def save_best(self, step: int, state: PyTree, ce: float) -> None:
         """As `save`, if `ce` (validation nats/token) is below the best so far, which goes once this one is on disk."""
         self._best.wait()
-        if ce < self.best_ce():
+        if agreed(lambda: ce < self.best_ce()):
             self._best.save(step, state, ce)
 
     def restore(self, template: PyTree, which: int | str = "newest") -> tuple[PyTree, int] | None:
@@ -115,12 +122,15 @@ class Checkpointer:
                 or damaged; the template differs in names, shapes or dtypes, found out before anything is allocated.
         """
         reasons = []
-        for step, shelf in self._candidates(which):
+        shelves = {"newest": self._newest, "best": self._best}
+        for step, name in agreed(lambda: self._candidates(which)):
+            shelf = shelves[name]
             try:
                 return shelf.read(step, template), step
             except Damaged as damage:
                 reasons.append(f"{shelf.path(step)}: {damage}")
-                logger.warning("checkpoint passed over, %s", reasons[-1])
+                if is_first():
+                    logger.warning("checkpoint passed over, %s", reasons[-1])
         if which == "newest" and not reasons:
             return None
         fault = f"unreadable ({'; '.join(reasons)})" if reasons else "missing"
@@ -145,33 +155,33 @@ class Checkpointer:
         self._newest.close()
         self._best.close()
 
-    def _candidates(self, which: int | str) -> list[tuple[int, Shelf]]:
-        """Where to look, in this order."""
-        shelves = (self._newest, self._best)
+    def _candidates(self, which: int | str) -> list[tuple[int, str]]:
+        """Steps and the shelves' names, in the order in which to look."""
+        shelves = {"newest": self._newest, "best": self._best}
         if which == "newest":
-            for path in (path for shelf in shelves for path in shelf.unfinished()):
+            for path in (path for shelf in shelves.values() for path in shelf.unfinished()):
                 logger.warning("checkpoint passed over, %s: its save was not finished", path)
-            found = [(step, shelf) for shelf in shelves for step in shelf.listed()]
+            found = [(step, name) for name, shelf in shelves.items() for step in shelf.listed()]
             return sorted(found, key=lambda pair: pair[0], reverse=True)
         if which == "best":
-            return [(step, self._best) for step in sorted(self._best.listed(), key=self._best.cross_entropy)]
+            return [(step, "best") for step in sorted(self._best.listed(), key=self._best.cross_entropy)]
         if not str(which).isdecimal():
             raise UserError(f"checkpoint {which!r}: should be a step, newest or best")
-        return [(int(which), shelf) for shelf in shelves if int(which) in shelf.listed()]
+        return [(int(which), name) for name, shelf in shelves.items() if int(which) in shelf.listed()]
 
 
 @dataclasses.dataclass
 class Shelf:
     """One directory of step directories, of which the `keep` saved last are kept."""
 
-    directory: Path
+    directory: AnyPath
     keep: int
     damaged: dict[int, str] = dataclasses.field(default_factory=dict)
     """Reason by step, of those that reading found damaged."""
     manager: ocp.CheckpointManager | None = None
     """Made at the first save: a reader must not write, and the manager lists damaged steps as good ones."""
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> AnyPath:
         """Directory of a step."""
         return self.directory / str(step)
 
@@ -181,7 +191,7 @@ class Shelf:
             return []
         return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdecimal())
 
-    def unfinished(self) -> list[Path]:
+    def unfinished(self) -> list[AnyPath]:
         """What Orbax leaves of a save that was killed: its temporary directory."""
         return sorted(self.directory.glob("*.orbax-checkpoint-tmp*"))
 
@@ -218,30 +228,31 @@ class Shelf:
             raise
 
     def _read(self, step: int, template: PyTree) -> PyTree:
-        if complaint := self.complaint(step):
-            raise Damaged(complaint)
-        stored = self.manifest(step)["arrays"]
+        reason, stored = agreed(lambda: self._look(step))
+        if reason:
+            raise Damaged(reason)
         prefixes = tuple(f"{key}." for key in template)
         stored = {name: entry for name, entry in stored.items() if name in template or name.startswith(prefixes)}
-        _compare(template, stored, self.path(step))
-        template = jax.tree.map(_placed, template)
-        arguments = ocp.args.PyTreeRestore(
-            template, restore_args=ocp.checkpoint_utils.construct_restore_args(template), partial_restore=True
-        )
-        try:
-            with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-                state = reader.restore(self.path(step), args=ocp.args.Composite(**{STATE: arguments}))[STATE]
-        except UNREADABLE as error:
-            raise Damaged(_reason(error)) from error
+        compare(template, stored, self.path(step))
+        state, reason = _read_arrays(self.path(step), jax.tree.map(_placed, template))
+        if failures := [failure for failure in gathered(reason) if failure]:
+            raise Damaged(failures[0])
         for name, entry in inventory(state).items():
             if entry["checksum"] != stored[name]["checksum"]:
-                raise Damaged(f"the data of {_short(name)} do not match their checksum")
+                raise Damaged(f"the data of {short(name)} do not match their checksum")
         return state
+
+    def _look(self, step: int) -> tuple[str, dict[str, Any]]:
+        """Why a step is not usable, else "" and what its manifest says of the arrays."""
+        try:
+            return self.complaint(step) or "", self.manifest(step)["arrays"]
+        except Damaged as damage:
+            return self.complaint(step) or str(damage), {}
 
     def save(self, step: int, state: PyTree, ce: float = math.inf) -> None:
         """Starts saving, after any earlier save has ended. Raises UserError with the reason of a failure."""
         self.wait()
-        if step in self.steps():
+        if agreed(lambda: step in self.steps()):
             return
         manifest = {"arrays": inventory(state)} | ({} if ce == math.inf else {"ce": ce})
         items = {STATE: ocp.args.PyTreeSave(state), MANIFEST: ocp.args.JsonSave(manifest)}
@@ -256,6 +267,7 @@ class Shelf:
         try:
             if self.manager is not None:
                 self.manager.wait_until_finished()
+                _give_memory_back()
         except Exception as error:  # raised in Orbax's thread, of any type
             self._fail(error)
 
@@ -272,95 +284,66 @@ class Shelf:
 
     def _writer(self) -> ocp.CheckpointManager:
         """The manager, made once damaged steps are out of its sight: it would count, keep and never replace them."""
-        bad = {step: reason for step in self.listed() if (reason := self.complaint(step))}
-        if bad:
+        if agreed(lambda: any(map(self.complaint, self.listed()))):
             self.close()
-        for step, reason in bad.items():
-            self._set_aside(step, reason)
+            agreed(self._set_bad_aside)  # the others wait until it is done
         self.damaged.clear()
         if self.manager is None:
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=ocp.checkpoint_managers.LatestN(self.keep),
                 cleanup_tmp_directories=True,
+                # Two shelves saving the same step would meet at each other's barriers, and wait there for ever.
+                multiprocessing_options=ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=self.directory.name),
                 # Where a directory can't be made in the background, Orbax's threads wait for it and hold up the exit.
                 async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
             )
             self.manager = ocp.CheckpointManager(self.directory, options=options)
         return self.manager
 
+    def _set_bad_aside(self) -> None:
+        for step in self.listed():
+            if reason := self.complaint(step):
+                self._set_aside(step, reason)
+
     def _set_aside(self, step: int, reason: str) -> None:
-        """Renames a damaged step: on a better day of a network disk it may be readable after all."""
-        if jax.process_index() != 0:
-            return
+        """Renames a damaged step: on a better day of a network disk it may be readable after all.
+
+        In a bucket, which has no rename, it is removed: what lies there without a commit marker is a save that was cut.
+        """
         if sum(newer > step for newer in self.steps()) >= self.keep:  # due to go; a kill cut its removal short
-            shutil.rmtree(self.path(step))
+            storage.remove_tree(self.path(step))
+            return
+        if storage.in_bucket(self.directory):
+            storage.remove_tree(self.path(step))
+            logger.warning("damaged checkpoint %s removed (%s)", self.path(step), reason)
             return
         aside = self.path(step).with_suffix(".damaged")
-        shutil.rmtree(aside, ignore_errors=True)
+        storage.remove_tree(aside)
         self.path(step).rename(aside)
         logger.warning("damaged checkpoint renamed to %s (%s)", aside, reason)
 
 
-def inventory(state: PyTree) -> dict[str, dict[str, Any]]:
-    """Shape, dtype and checksum of every array, by its dotted name; small and the same on any number of devices."""
-    checksums = jax.device_get(_checksums(jax.tree.leaves(state)))
-    return {
-        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(checksum)}
-        for (name, leaf), checksum in zip(_named(state).items(), checksums, strict=True)
-    }
-
-
-@jax.jit
-def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
-    return [_checksum(leaf) for leaf in leaves]
-
-
-def _checksum(x: jax.Array) -> jax.Array:
-    """Sum over words of mix(bits ^ spread position), modulo 2^32; a uint32 scalar.
-
-    A sum of integers does not depend on the order, so neither on how the array is sharded. Mixing is a bijection, so a
-    change of one word always shows; the position keeps equal words from cancelling and exchanged ones from passing.
-    """
-    if x.dtype != jnp.bool_:
-        x = jax.lax.bitcast_convert_type(x, f"uint{min(32, 8 * x.dtype.itemsize)}")
-    position, stride = jnp.zeros(x.shape, jnp.uint32), 1
-    for dim in reversed(range(x.ndim)):
-        position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) * jnp.uint32(stride % 2**32)
-        stride *= x.shape[dim]
-    word = x.astype(jnp.uint32) ^ (position * jnp.uint32(0x9E3779B1))
-    for shift in (16, 15):
-        word = (word ^ (word >> shift)) * jnp.uint32(0x85EBCA6B)
-    return jnp.sum(word ^ (word >> 16), dtype=jnp.uint32)
-
-
-def _named(tree: PyTree) -> dict[str, Any]:
-    """Leaves by dotted path."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)
-    }
-
-
-def _short(name: str) -> str:
-    return name.removesuffix(".value")  # the Param around the array
+def _read_arrays(path: AnyPath, template: PyTree) -> tuple[PyTree, str]:
+    """The part of a step's arrays that belongs to this process, and why it can't be read ("" where it can)."""
+    arguments = ocp.args.PyTreeRestore(
+        template, restore_args=ocp.checkpoint_utils.construct_restore_args(template), partial_restore=True
+    )
+    # Each process on its own: Orbax would have one wait, for minutes, for another that has found its part damaged.
+    here = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"read_{here}"
+    )
+    handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=alone))
+    try:
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
+            return reader.restore(path, args=ocp.args.Composite(**{STATE: arguments}))[STATE], ""
+    except UNREADABLE as error:
+        return None, _reason(error)
 
 
 def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _compare(template: PyTree, stored: dict[str, dict[str, Any]], path: Path) -> None:
-    """Raises UserError that lists every array in which the template and the checkpoint differ."""
-    wanted = _named(template)
-    faults = [f"{_short(name)} is not in the checkpoint" for name in wanted if name not in stored]
-    faults += [f"{_short(name)} is in the checkpoint only" for name in stored if name not in wanted]
-    for name in wanted.keys() & stored.keys():
-        here = f"{wanted[name].dtype}{list(wanted[name].shape)}"
-        there = f"{stored[name]['dtype']}{stored[name]['shape']}"
-        if here != there:
-            faults.append(f"{_short(name)} is {there} in the checkpoint, {here} in this configuration")
-    if faults:
-        raise UserError(f"{path} does not fit: {'; '.join(sorted(faults))}")
 
 
 def _reason(error: BaseException) -> str:
@@ -372,6 +355,13 @@ def _reason(error: BaseException) -> str:
         return os.strerror(int(found[1]))
     codes = {"OUT_OF_RANGE": "a file is truncated", "DATA_LOSS": "a file is corrupt", "NOT_FOUND": "a file is missing"}
     return codes.get(text.split(":")[0]) or f"{type(error).__name__}: {(text.splitlines() or [''])[0][:160]}"
+
+
+def _give_memory_back() -> None:
+    """Has glibc return freed memory to the system: it keeps what Orbax's threads wrote from, and after some saves more
+    of it, up to the size of a state."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from typing import Annotated, Any, NamedTuple
 import pydantic
 import tyro
 
+from lrkv_jax import distributed, profiling, storage
 from lrkv_jax.attention import families
 from lrkv_jax.attention.base import AttentionConfig
 from lrkv_jax.checkpoint import CheckpointConfig
@@ -28,6 +29,7 @@ from lrkv_jax.optimizer import OptimizerConfig, make_schedule
 from lrkv_jax.settings import Parser, Settings, UserError, describe
 from lrkv_jax.sharding import MeshConfig
 from lrkv_jax.step import TrainConfig
+from lrkv_jax.storage import AnyPath
 from lrkv_jax.transformer import ModelConfig
 
 DEFAULT_CONFIG = "configs/tiny.py"
@@ -37,7 +39,12 @@ AttentionField = Annotated[functools.reduce(operator.or_, _CONFIGS), pydantic.Fi
 
 # What may change when a run is resumed: where it runs and what it keeps, never what it computes. Where the text lies is
 # free too, since the corpus's fingerprint says whether it is the same.
-FREE_ON_RESUME = {"mesh": True, "checkpoint": True, "data": {"path", "tokenizer", "cache_dir"}}
+FREE_ON_RESUME = {
+    "mesh": True,
+    "checkpoint": True,
+    "data": {"path", "tokenizer", "cache_dir"},
+    "attention": {"implementation"},  # the same mathematics by another kernel
+}
 
 
 class RunConfig(Settings):
@@ -73,7 +80,7 @@ class RunConfig(Settings):
         return self.model_copy(update={"attention": attention})
 
     @classmethod
-    def load(cls, run_dir: Path) -> RunConfig:
+    def load(cls, run_dir: AnyPath) -> RunConfig:
         """The resolved config of a run directory. Raises UserError where there is none, or it is not ours."""
         path = run_dir / "config.json"
         try:
@@ -83,7 +90,7 @@ class RunConfig(Settings):
         except pydantic.ValidationError as error:
             raise UserError(f"{path}: {describe(error)}") from None
 
-    def check_resume(self, saved: RunConfig, run_dir: Path) -> None:
+    def check_resume(self, saved: RunConfig, run_dir: AnyPath) -> None:
         """Raises UserError naming the fields that differ from the run's own and may not."""
         ours, theirs = (flatten(json.loads(config.model_dump_json(exclude=FREE_ON_RESUME))) for config in (self, saved))
         fields = [key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)]
@@ -107,8 +114,12 @@ class Command(NamedTuple):
     """A parsed command line."""
 
     config: RunConfig
-    run_dir: Path
+    run_dir: AnyPath
     dry_run: bool
+    profile: tuple[int, int] | None
+    """First and last step to trace."""
+    compile_cache: str
+    """As `profiling.keep_compiled` takes it."""
 
 
 def load_configs(reference: str) -> tuple[str, RunConfig]:
@@ -137,17 +148,25 @@ def parse_command(prog: str, doc: str, args: list[str] | None = None, *, trains:
     first = Parser(prog=prog, add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=DEFAULT_CONFIG, metavar="FILE[:KEY]", help="config file, and its entry")
     if trains:
-        first.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<file>-<key>")
+        first.add_argument(
+            "--run-dir", type=storage.path, metavar="DIR", help="or gs://...; default: runs/<file>-<key>"
+        )
         first.add_argument("--dry-run", action="store_true", help="print parameters, cache and FLOPs; allocate nothing")
+        first.add_argument("--profile", type=profiling.parse_span, metavar="FIRST:LAST", help="trace these steps")
+        profiling.add_cache_flag(first)
+        distributed.add_flags(first)
     options, rest = first.parse_known_args(args)
     name, default = load_configs(options.config)
     config = parse_fields(prog, f"{doc}\n\n{first.format_help()}", default, rest)
     # The run's later commands may start elsewhere.
     places = {name: getattr(config.data, name) for name in ("path", "tokenizer", "cache_dir")}
-    places = {name: str(Path(place).expanduser().resolve()) for name, place in places.items() if place[:1] not in "~"}
+    places = {name: place for name, place in places.items() if place[:1] not in "~" and "://" not in place}
+    places = {name: str(Path(place).resolve()) for name, place in places.items()}
     config = config.model_copy(update={"data": config.data.model_copy(update=places)})
-    run_dir, dry_run = (options.run_dir, options.dry_run) if trains else (None, False)
-    return Command(config, run_dir or Path("runs") / name, dry_run)
+    if not trains:
+        return Command(config, Path("runs") / name, False, None, "off")
+    run_dir = options.run_dir or Path("runs") / name
+    return Command(config, run_dir, options.dry_run, options.profile, options.compile_cache)
 
 
 def parse_fields(prog: str, doc: str, default: RunConfig, args: list[str]) -> RunConfig:

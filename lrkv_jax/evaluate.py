@@ -73,12 +73,13 @@ def evaluate(
     batch_size = -(-batch_size // sharding.row_ways(mesh)) * sharding.row_ways(mesh)
     nats = np.zeros(len(windows.document_bytes), np.float64)
     tokens = np.zeros(len(windows.document_bytes), np.int64)
-    rows = sharding.batch_sharding(mesh)
     for start in tqdm(range(0, total, batch_size), desc=progress, disable=progress is None, leave=False):
         batch = windows.rows(start, min(start + batch_size, total))
         missing = batch_size - len(batch.document)
         pad = lambda a: np.pad(a, ((0, missing), (0, 0)))  # noqa: E731, B023
-        inputs, labels = (jax.device_put(pad(a), rows) for a in (batch.inputs, batch.labels))
+        # Every process reads the whole batch, which is little, and puts its part on its devices.
+        held = sharding.local_rows(mesh, batch_size)
+        inputs, labels = (sharding.place_rows(mesh, pad(a)[held], batch_size) for a in (batch.inputs, batch.labels))
         scored = np.asarray(step(params, inputs, labels), np.float64)[: len(batch.document)]
         np.add.at(nats, batch.document, (scored * batch.weights).sum(axis=1))
         np.add.at(tokens, batch.document, batch.weights.sum(axis=1).astype(np.int64))

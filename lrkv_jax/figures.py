@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import io
 
 import matplotlib
 
@@ -10,9 +10,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from lrkv_jax.metrics import read_rows
+from lrkv_jax.storage import AnyPath
 
 
-def loss_curve(run_dir: Path) -> Path:
+def loss_curve(run_dir: AnyPath) -> AnyPath:
     """Draws training loss and held-out cross-entropy against tokens into run_dir/loss.png."""
     rows = read_rows(run_dir / "metrics.jsonl")
     train = [(row["tokens"] / 1e6, row["loss"]) for row in rows if row["kind"] == "train"]
@@ -25,7 +26,8 @@ def loss_curve(run_dir: Path) -> Path:
     axes.set(xlabel="training tokens (millions)", ylabel="cross-entropy (nats/token)", title=run_dir.resolve().name)
     axes.legend()
     axes.grid(alpha=0.3)
-    path = run_dir / "loss.png"
-    figure.savefig(path, dpi=150)
+    path, picture = run_dir / "loss.png", io.BytesIO()
+    figure.savefig(picture, dpi=150)
     plt.close(figure)
+    path.write_bytes(picture.getvalue())
     return path

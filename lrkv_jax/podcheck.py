@@ -28,6 +28,7 @@ import jax
 from lrkv_jax import accounting, aot, chips, compiled, decode_check, podcheck_report, sharding
 from lrkv_jax.bench import writing
 from lrkv_jax.config import DEFAULT_CONFIG, RunConfig, parse_command
+from lrkv_jax.fit import check_fit
 from lrkv_jax.plans import REMATS, Plan, Planner
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.sharding import MeshConfig
@@ -272,7 +273,7 @@ def check(
     remats = (config.model.remat,) if fixed_remat or fixed else REMATS
     if fixed:
         mesh = sharding.make_mesh(config.mesh, at.devices)
-        aot.check_batch(config, mesh)
+        check_fit(config, mesh)
         sharding.with_shardings(state, mesh)
         plans = planner.of_mesh(MeshConfig(**mesh.shape), len(at.devices), remats)
         rows = [check_training(config, plan, at) for plan in plans]

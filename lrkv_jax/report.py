@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from lrkv_jax import accounting
+from lrkv_jax import accounting, distributed
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import Store, ngram_cross_entropy
 from lrkv_jax.evaluate import evaluate, make_eval_step
@@ -18,8 +18,9 @@ def score(config: RunConfig, program: Program, params: Any, step: int, store: St
     """Every field of eval.json for a split, its parameters being those after `step` steps."""
     with jax.set_mesh(mesh):
         eval_step, windows = make_eval_step(program, mesh), store.windows(split)
-        found = evaluate(eval_step, params, windows, config.train.batch_size, mesh, progress=f"score {split}")
-    unigram, bigram = ngram_cross_entropy(store, split)
+        progress = f"score {split}" if distributed.is_first() else None
+        found = evaluate(eval_step, params, windows, config.train.batch_size, mesh, progress=progress)
+    unigram, bigram = distributed.agreed(lambda: ngram_cross_entropy(store, split))
     costs = accounting.accounts(config)
     tokens = step * config.train.batch_size * config.data.context
     return {

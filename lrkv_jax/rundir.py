@@ -2,50 +2,65 @@
 
 config.json, tokenizer.json and corpus.json are written once, when the run starts, and everything later starts from
 them; metrics.jsonl and tensorboard/ grow; checkpoints/ holds the newest and the best; eval.json, loss.png at the end.
+
+It lies on a disk or in a bucket, where every process of a run reaches it; process 0 writes all but the checkpoints.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import os
-from pathlib import Path
 from typing import IO, Any
 
+from lrkv_jax import distributed
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import Store, open_store
 from lrkv_jax.settings import UserError
 from lrkv_jax.step import Program, Tokens, make_program
+from lrkv_jax.storage import AnyPath, in_bucket, write_atomically
 
 # What a run that was killed while it started may have left, besides scratch files (.name) of ours.
 FIRST_FILES = {"config.json", "corpus.json", "tokenizer.json"}
 
 
-def enter(run_dir: Path, config: RunConfig) -> Store:
+def enter(run_dir: AnyPath, config: RunConfig) -> Store:
     """Opens a run directory for training: a new one is made, a known one must be of the same config and corpus.
 
     Raises UserError where it is of another config or corpus, holds something else, or can't be written.
     """
+    if distributed.agreed(lambda: _claim(run_dir, config)):
+        return open_corpus(run_dir, config)
+    store = open_store(config.data, config.model.vocab, progress=distributed.is_first())
+    distributed.check_same({"the corpus's fingerprint": store.fingerprint})  # each process has prepared its own
+    distributed.agreed(lambda: _found(run_dir, config, store))
+    return store
+
+
+def _claim(run_dir: AnyPath, config: RunConfig) -> bool:
+    """Takes the directory for this run; whether the run has begun before."""
     if (run_dir / "config.json").exists():
         config.check_resume(RunConfig.load(run_dir), run_dir)
         lock(run_dir)
-        return open_corpus(run_dir, config)
+        return True
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--run-dir {run_dir}: {error.strerror}") from None
-    names = sorted(path.name for path in run_dir.iterdir())
+        raise UserError(f"--run-dir {run_dir}: {error.strerror or error}") from None
+    names = sorted(path.name for path in run_dir.iterdir()) if run_dir.exists() else []
     strangers = [name for name in names if name.removesuffix(".tmp") not in FIRST_FILES and not name.startswith(".")]
     if strangers:
         raise UserError(f"--run-dir {run_dir}: holds {strangers[0]} and no config.json, so it is no run directory")
     lock(run_dir)
-    store = open_store(config.data, config.model.vocab)
+    return False
+
+
+def _found(run_dir: AnyPath, config: RunConfig, store: Store) -> None:
+    """Writes what a run starts from."""
     store.tokenizer.save(run_dir / "tokenizer.json")
     corpus = {"fingerprint": store.fingerprint, "store": store.directory.name, **counts(store)}
     write_json(run_dir / "corpus.json", corpus)
     # Last: its presence says that the other two are whole.
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
-    return store
 
 
 def make_run_program(config: RunConfig, store: Store) -> Program:
@@ -54,11 +69,12 @@ def make_run_program(config: RunConfig, store: Store) -> Program:
     return make_program(config.model, config.attention, config.train, config.optimizer, tokens)
 
 
-def open_corpus(run_dir: Path, config: RunConfig) -> Store:
+def open_corpus(run_dir: AnyPath, config: RunConfig) -> Store:
     """The run's own corpus, made again where the cache has lost it. Raises UserError where it has changed since."""
     corpus = read_json(run_dir / "corpus.json")
     tokenizer = run_dir / "tokenizer.json"
-    store = open_store(config.data, config.model.vocab, tokenizer=tokenizer, name=corpus["store"])
+    progress = distributed.is_first()
+    store = open_store(config.data, config.model.vocab, tokenizer=tokenizer, name=corpus["store"], progress=progress)
     saved = corpus["fingerprint"]
     if store.fingerprint != saved:
         raise UserError(
@@ -73,9 +89,14 @@ def counts(store: Store) -> dict[str, Any]:
     return {split: store.counts(split)._asdict() for split in ("train", "validation", "test")}
 
 
-def lock(run_dir: Path) -> None:
+def lock(run_dir: AnyPath) -> None:
     """Takes the run directory for this process, till it ends. Raises UserError where another trains in it, or where
-    it can't be written, before any work is done."""
+    it can't be written, before any work is done.
+
+    A bucket has no locks: there, that no two runs use one directory is up to who starts them.
+    """
+    if in_bucket(run_dir):
+        return
     try:
         _held.append((run_dir / ".lock").open("a"))
         fcntl.flock(_held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,21 +109,19 @@ def lock(run_dir: Path) -> None:
 _held: list[IO[str]] = []  # locks of this process; closing a file would give its lock back
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: AnyPath, value: Any) -> None:
     """Writes JSON so that a reader sees the old file or the new one, never half of it."""
-    scratch = path.with_name(path.name + ".tmp")
     try:
-        scratch.write_text(json.dumps(value, indent=2) + "\n")
-        os.replace(scratch, path)
+        write_atomically(path, f"{json.dumps(value, indent=2)}\n".encode())
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: AnyPath) -> Any:
     """Reads JSON. Raises UserError where the file is missing or is none."""
     try:
         return json.loads(path.read_text())
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        raise UserError(f"{path}: {error.strerror or error}") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: not JSON ({error})") from None

@@ -45,6 +45,17 @@ def describe(error: pydantic.ValidationError) -> str:
     return f"{field}{value}: {message}{more}" if field else f"{message}{more}"
 
 
+def one_line(error: BaseException) -> str | None:
+    """What to tell of a user's mistake or a machine's refusal; None for anything else, which is a fault of ours."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, pydantic.ValidationError):
+        return describe(error)
+    if isinstance(error, OSError) and error.errno in REFUSALS:
+        return f"{error.filename or 'writing'}: {error.strerror}"
+    return None
+
+
 def command(main: Callable[[], int | None]) -> Callable[[], None]:
     """Wraps a command's main: a UserError or a failed validation becomes one line on stderr and exit status 2."""
 
@@ -52,17 +63,14 @@ def command(main: Callable[[], int | None]) -> Callable[[], None]:
     def guarded() -> None:
         try:
             sys.exit(main())
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-        except pydantic.ValidationError as error:
-            print(f"error: {describe(error)}", file=sys.stderr)
         except BrokenPipeError:  # `... | head`: the reader has left, which is no fault
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
-        except OSError as error:
-            if error.errno not in REFUSALS:
+        except Exception as error:
+            line = one_line(error)
+            if line is None:
                 raise
-            print(f"error: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
+            print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
 
     return guarded

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import mesh_utils
@@ -140,6 +141,27 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, spec(("batch", None)))
 
 
+def local_rows(mesh: Mesh, rows: int) -> np.ndarray:
+    """Which of a global batch's rows this process feeds, ascending: those that its own devices hold.
+
+    Where `tensor` or `context` reaches over processes, several of them feed the same rows.
+    """
+    indices = batch_sharding(mesh).addressable_devices_indices_map((rows, 1)).values()
+    return np.unique(np.concatenate([np.arange(rows)[index[0]] for index in indices]))
+
+
+def place_rows(mesh: Mesh, local: np.ndarray, rows: int) -> jax.Array:
+    """The global batch [rows, ...] out of what every process holds of it: `local`, its rows `local_rows`."""
+    held = local_rows(mesh, rows)
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[0].indices(rows)
+        first = int(np.searchsorted(held, start))
+        return local[first : first + stop - start]
+
+    return jax.make_array_from_callback((rows, *local.shape[1:]), batch_sharding(mesh), part)
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pins an activation to its logical axes in the mesh of the context; outside any mesh there is nothing to pin.
 
@@ -159,7 +181,7 @@ def over_context(function: Callable) -> Callable:
     Arrays are [B, T, ...], or trees of them, and so is the result; params are whole along the sequence. Other axes of
     the mesh stay the compiler's.
     """
-    if not _context_ways():
+    if context_ways() == 1:
         return function
     part = P(None, "context")
 
@@ -175,7 +197,21 @@ def gather_context(tree: Any) -> Any:
     """Inside `over_context`, arrays [B, T, ...] of all devices' positions in order; elsewhere the arrays given."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return tree
-    return jax.tree.map(lambda a: jax.lax.all_gather(a, "context", axis=1, tiled=True), tree)
+
+    def gather(a: jax.Array) -> jax.Array:
+        # XLA's CPU backend aborts on the gradient's bfloat16 reduce-scatter.
+        wide = platform() == "cpu" and a.dtype == jnp.bfloat16
+        whole = jax.lax.all_gather(a.astype(jnp.float32) if wide else a, "context", axis=1, tiled=True)
+        return whole.astype(a.dtype)
+
+    return jax.tree.map(gather, tree)
+
+
+def platform() -> str:
+    """Where the program being traced will run (cpu, gpu, tpu): on the mesh of the context, else JAX's default."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def first_of_context(length: int) -> jax.Array | None:
@@ -185,8 +221,7 @@ def first_of_context(length: int) -> jax.Array | None:
     return jax.lax.axis_index("context") * length
 
 
-def _context_ways() -> int:
-    """Ways in which the sequence is split in the mesh of the context; 0 where it isn't."""
+def context_ways() -> int:
+    """Ways in which the sequence is split in the mesh of the context; 1 inside `over_context`, which sees a part."""
     mesh = jax.sharding.get_abstract_mesh()
-    ways = 1 if mesh.empty else mesh.shape.get("context", 1)
-    return ways if ways > 1 and not mesh.manual_axes else 0
+    return 1 if mesh.empty or mesh.manual_axes else mesh.shape.get("context", 1)

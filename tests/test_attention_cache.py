@@ -15,6 +15,7 @@ from lrkv_jax.attention import cache
 PLAIN, RECIPE = cases(qk_norm=False, qkv_bias=False), cases(qk_norm=True, qkv_bias=True)
 BRIEF = cases(brief=True, qk_norm=True, qkv_bias=True)
 BLOCK = 5  # of `attend`: does not divide SLOTS
+ROWS = 19  # more than any case has heads or latent dimensions
 
 
 def entry_shapes(case, dtype=jnp.float32):
@@ -82,6 +83,15 @@ def test_attend_sees_its_lengths_exactly(case):
 
 
 @pytest.mark.parametrize("case", BRIEF)
+def test_rows_may_outnumber_heads(case):
+    """Bug: what all heads share, or rows of the same positions do, is told by a dimension that is smaller than B."""
+    x, _ = inputs(ROWS, 3)
+    positions = jnp.broadcast_to(jnp.arange(3), (ROWS, 3))
+    forward = call(case, "__call__", x, positions)
+    np.testing.assert_allclose(call(case, attend_all, x, positions, positions[:1]), forward, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", BRIEF)
 def test_a_query_that_sees_nothing_is_finite(case):
     """Bug: an inactive row of a batch, length 0, divides by zero; its NaN then spreads through the next layers."""
     x, positions = inputs(length=SLOTS)
@@ -98,7 +108,7 @@ def query_compress_expand(module, x, positions):
 
 def attend(module, q, entry, key_positions, lengths):
     """Attention from a cache of the entry, in blocks that do not divide it."""
-    stored = cache.allocate(module.entry_shapes(), B, cache.Layout(SLOTS, BLOCK))
+    stored = cache.allocate(module.entry_shapes(), len(q), cache.Layout(SLOTS, BLOCK))
     return module.attend(q, cache.write_blocks(stored, entry, 0), key_positions, lengths)
 
 
@@ -178,7 +188,9 @@ def test_bfloat16_decoding_stays_near_float32(case):
     assert np.linalg.norm(error) < BFLOAT16_ERROR * np.linalg.norm(exact)
 
 
-def attend_all(module, x, positions):
-    """The forward pass as one chunk of decoding."""
-    lengths = jnp.broadcast_to(jnp.arange(1, T + 1), (B, T))
-    return module.out(attend(module, module.query(x, positions), module.compress(x, positions), positions, lengths))
+def attend_all(module, x, positions, key_positions=None):
+    """The forward pass as one chunk of decoding; one row of key positions may stand for all."""
+    key_positions = positions if key_positions is None else key_positions
+    lengths = jnp.broadcast_to(jnp.arange(1, x.shape[1] + 1), x.shape[:2])
+    entry = module.compress(x, positions)
+    return module.out(attend(module, module.query(x, positions), entry, key_positions, lengths))

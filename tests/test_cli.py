@@ -17,7 +17,7 @@ from lrkv_jax import sharding
 from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import open_store
-from lrkv_jax.metrics import read_rows
+from lrkv_jax.metrics import TIMINGS, read_rows
 from lrkv_jax.rundir import make_run_program
 
 ROOT = Path(__file__).parent.parent
@@ -104,7 +104,7 @@ def state_of(run_dir, step):
 
 def history(run_dir):
     """Metrics without the timings."""
-    return [{k: v for k, v in row.items() if k != "tokens_per_s"} for row in read_rows(run_dir / "metrics.jsonl")]
+    return [{k: v for k, v in row.items() if k not in TIMINGS} for row in read_rows(run_dir / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@
 | writing.py, files.py | the store's files: made restartably, complete or not there |
 | store.py | the store, read |
 | opening.py | open_store: the cache's store of a config, made where it is missing |
+| mirror.py | a cache in a bucket: fetched from, published to |
 | loader.py | training batches by step |
 | windows.py | evaluation: every token of every document once |
 | ngram.py | unigram and bigram cross-entropy to compare with |

@@ -9,6 +9,7 @@ from typing import Annotated
 import pydantic
 
 from lrkv_jax.settings import Settings
+from lrkv_jax.storage import AnyPath, path
 
 DEFAULT_CACHE = "~/.cache/lrkv_jax"
 
@@ -42,7 +43,8 @@ class DataConfig(Settings):
     document_mask: bool = False
     """Attention stays within a document and positions restart at each."""
     cache_dir: str = DEFAULT_CACHE
-    """Where datasets, tokenizers and token stores are kept. The environment's LRKV_CACHE replaces the default."""
+    """Where datasets, tokenizers and token stores are kept; the environment's LRKV_CACHE replaces the default. With a
+    bucket (gs://...) that is still the default, into which what others made is fetched from there, and put there."""
 
     def model_post_init(self, _: object) -> None:
         """Checks across fields."""
@@ -54,5 +56,9 @@ class DataConfig(Settings):
 
     def cache(self) -> Path:
         """The cache directory, resolved; it need not exist yet."""
-        given = os.environ.get("LRKV_CACHE", "") if self.cache_dir == DEFAULT_CACHE else ""
-        return Path(given or self.cache_dir).expanduser().absolute()
+        given = self.cache_dir if self.cache_dir != DEFAULT_CACHE and self.bucket() is None else ""
+        return Path(given or os.environ.get("LRKV_CACHE") or DEFAULT_CACHE).expanduser().absolute()
+
+    def bucket(self) -> AnyPath | None:
+        """The cache that is shared through a bucket, if there is one."""
+        return path(self.cache_dir) if "://" in self.cache_dir else None

@@ -13,10 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lrkv_jax.settings import UserError
+from lrkv_jax.storage import AnyPath, in_bucket
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: AnyPath, content: bytes) -> None:
     """Writes a file that a reader finds complete or not at all, even when the machine dies meanwhile."""
+    if in_bucket(path):
+        path.write_bytes(content)
+        return
     with replacing(path) as unfinished:
         unfinished.write_bytes(content)
 

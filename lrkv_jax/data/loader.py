@@ -53,13 +53,13 @@ class Batches:
         self.sequences_per_epoch = len(sequences)
         self._dataset = grain.MapDataset.source(sequences).seed(seed).shuffle().repeat(None)
 
-    def batch_at(self, step: int, rows: slice = slice(None)) -> np.ndarray:
+    def batch_at(self, step: int, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
         """Batch `step` (from 0): [rows, T + 1] int32, inputs and labels one apart; `rows` picks of the global batch."""
         first = int(step) * self.batch_size
-        return np.stack([self._dataset[first + row] for row in range(self.batch_size)[rows]])
+        return np.stack([self._dataset[first + int(row)] for row in np.arange(self.batch_size)[rows]])
 
     def iterate(
-        self, start_step: int = 0, rows: slice = slice(None), threads: int = 2, ahead: int = 8
+        self, start_step: int = 0, rows: slice | np.ndarray = slice(None), threads: int = 2, ahead: int = 8
     ) -> Iterator[np.ndarray]:
         """batch_at(start_step), batch_at(start_step + 1), ... read by background threads, `ahead` batches in advance.
 

@@ -11,17 +11,19 @@ from tqdm import tqdm
 
 from lrkv_jax.data.config import DataConfig
 from lrkv_jax.data.files import key_of, machine_refusals, only_process
+from lrkv_jax.data.mirror import fetch, publish
 from lrkv_jax.data.split import TRAIN
 from lrkv_jax.data.store import FORMAT, MANIFEST, Store
 from lrkv_jax.data.tokenizer import TRAINING_BYTES, Tokenizer
 from lrkv_jax.settings import UserError
+from lrkv_jax.storage import AnyPath
 
 if TYPE_CHECKING:
     from lrkv_jax.data.corpus import Corpus
 
 
 def open_store(
-    config: DataConfig, vocab: int, *, tokenizer: Path | None = None, name: str = "", progress: bool = True
+    config: DataConfig, vocab: int, *, tokenizer: AnyPath | None = None, name: str = "", progress: bool = True
 ) -> Store:
     """The token store of a config, made first where the cache has none: dataset, tokenizer, tokens.
 
@@ -35,21 +37,33 @@ def open_store(
     """
     from lrkv_jax.data.corpus import Corpus  # TFDS takes half a second to import, which --help need not wait for
 
-    cache = config.cache()
+    cache, bucket = config.cache(), config.bucket()
     with machine_refusals(cache):
+        if bucket and name:
+            fetch(bucket, cache, f"stores/{name}", MANIFEST)
         if name and (cache / "stores" / name / MANIFEST).exists():
             return Store(cache / "stores" / name, config)
         corpus = Corpus(config)
+        trained = str(_trained_path(config, vocab, corpus).relative_to(cache))
+        if bucket:
+            fetch(bucket, cache, trained)
         ready = _tokenizer(config, vocab, tokenizer, corpus)
         directory = ready and _directory(config, corpus, ready)
+        if bucket and directory:
+            fetch(bucket, cache, f"stores/{directory.name}", MANIFEST)
         if directory and (directory / MANIFEST).exists():
             return Store(directory, config)  # needs no lock and no write: the cache may be read-only
         lock = cache / "locks" / config.dataset.replace("/", "-").replace(":", "-")
         with only_process(lock, f"{config.dataset} in {cache}"):
-            return _prepare(config, vocab, tokenizer, corpus, progress)
+            store = _prepare(config, vocab, tokenizer, corpus, progress)
+        if bucket:
+            if (cache / trained).exists():
+                publish(bucket, cache, trained)
+            publish(bucket, cache, f"stores/{store.directory.name}", MANIFEST)
+        return store
 
 
-def _prepare(config: DataConfig, vocab: int, given: Path | None, corpus: Corpus, progress: bool) -> Store:
+def _prepare(config: DataConfig, vocab: int, given: AnyPath | None, corpus: Corpus, progress: bool) -> Store:
     from lrkv_jax.data.writing import write_store
 
     corpus.prepare(progress)
@@ -63,7 +77,7 @@ def _prepare(config: DataConfig, vocab: int, given: Path | None, corpus: Corpus,
     return Store(directory, config)
 
 
-def _tokenizer(config: DataConfig, vocab: int, given: Path | None, corpus: Corpus) -> Tokenizer | None:
+def _tokenizer(config: DataConfig, vocab: int, given: AnyPath | None, corpus: Corpus) -> Tokenizer | None:
     """The tokenizer to use if it exists: the run's, the config's, or the one trained before."""
     path = given or (Path(config.tokenizer).expanduser() if config.tokenizer else _trained_path(config, vocab, corpus))
     if not path.exists() and not given and not config.tokenizer:

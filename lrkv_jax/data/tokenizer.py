@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 import tokenizers
@@ -12,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lrkv_jax.data.files import write_atomically
 from lrkv_jax.settings import UserError
+from lrkv_jax.storage import AnyPath
 
 TRAINING_BYTES = 2**30  # of the train split, from its beginning: more text no longer changes the merges that matter
 
@@ -45,7 +45,7 @@ class Tokenizer:
         return number
 
     @classmethod
-    def load(cls, path: Path, begin_token: str, end_token: str) -> Tokenizer:
+    def load(cls, path: AnyPath, begin_token: str, end_token: str) -> Tokenizer:
         """Reads a tokenizer.json. Raises UserError where it is missing, unreadable or lacks one of the two tokens."""
         try:
             json = path.read_text(encoding="utf-8")
@@ -86,6 +86,6 @@ class Tokenizer:
         """The text of ids, special tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode([int(number) for number in ids], skip_special_tokens=False)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: AnyPath) -> None:
         """Writes tokenizer.json, byte for byte as it was read or trained."""
         write_atomically(path, self._json.encode())

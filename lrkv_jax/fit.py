@@ -1,0 +1,30 @@
+"""Whether a run fits a mesh: asked before anything is written, allocated or compiled."""
+
+from __future__ import annotations
+
+from jax.sharding import Mesh
+
+from lrkv_jax import accounting, sharding
+from lrkv_jax.attention import backends
+from lrkv_jax.config import RunConfig
+from lrkv_jax.settings import UserError
+
+
+def check_fit(config: RunConfig, mesh: Mesh) -> None:
+    """Raises UserError where rows, positions, heads or widths don't divide over the mesh, or attention can't run there."""
+    train, context = config.train, config.data.context
+    rows, ways = train.batch_size // train.microbatches, sharding.row_ways(mesh)
+    if rows % ways:
+        raise UserError(
+            f"train.batch_size = {train.batch_size} in {train.microbatches} microbatch(es): {rows} rows don't divide "
+            f"over mesh slices x data x fsdp = {ways}"
+        )
+    parts = mesh.shape["context"]
+    if context % (parts * train.loss_chunks):
+        raise UserError(
+            f"data.context = {context}: does not divide over mesh.context = {parts} times train.loss_chunks = "
+            f"{train.loss_chunks}"
+        )
+    accounting.textless_program(config).abstract_state(mesh)
+    attention = accounting.abstract_attention(config.model, config.attention)
+    backends.check(attention, rows, context, config.data.document_mask, mesh)
