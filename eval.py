@@ -16,6 +16,7 @@ import jax
 from lrkv_jax import distributed, profiling, report, rundir, sharding
 from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
+from lrkv_jax.fit import runnable
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.sharding import MeshConfig
 from lrkv_jax.storage import path
@@ -31,8 +32,10 @@ def main() -> int:
     profiling.add_cache_flag(parser)
     distributed.add_flags(parser)
     options = parser.parse_args()
+    distributed.check_same({"--split": options.split, "--step": options.step, "RUN_DIR": str(options.run_dir)})
     config = RunConfig.load(options.run_dir)
     mesh = sharding.make_mesh(fitting(config.mesh))
+    config = runnable(config, mesh)
     profiling.keep_compiled(options.compile_cache, config.data.cache())
     store = rundir.open_corpus(options.run_dir, config)
     program = rundir.make_run_program(config, store)
@@ -55,7 +58,8 @@ def fitting(config: MeshConfig) -> MeshConfig:
     except UserError as error:
         if distributed.is_first():
             print(f"{error}; scoring with {jax.device_count()} copies of the model instead", file=sys.stderr)
-        return MeshConfig()
+        slices = {getattr(device, "slice_index", 0) for device in jax.devices() if device.platform == "tpu"}
+        return MeshConfig(slices=max(len(slices), 1))
     return config
 
 

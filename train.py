@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from types import FrameType
+from collections import deque
+from types import FrameType, TracebackType
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lrkv_jax import accounting, chips, distributed, figures, profiling, report, rundir, sharding
 from lrkv_jax.checkpoint import Checkpointer
@@ -31,28 +33,53 @@ from lrkv_jax.storage import AnyPath
 
 
 class Stopped:
-    """Turns SIGTERM and SIGINT into a flag that the loop reads between steps; a second signal kills as usual.
+    """While entered, turns SIGTERM and SIGINT into a number that the loop reads between steps; a second one kills.
 
-    Among several processes JAX listens for SIGTERM and has all of them stop before the same step, whichever it reached.
+    Several processes all stop before the same step, whichever the signal reached: before each, the devices find the
+    largest number noted by any process. JAX's preemption service, made for this, misses a signal that comes before the
+    loop of a resumed run, and miscounts when Orbax asks it from a thread of its own about steps long past.
     """
 
-    def __init__(self) -> None:
-        self.signal = 0
-        if distributed.several():
-            signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
-            return
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
+    def __init__(self, mesh: Mesh) -> None:
+        self.signal = 0  # what all agree on
+        self._noted = 0  # what has reached this process
+        self._mesh, self._votes = mesh, deque[jax.Array]()
+        self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        # The answer is read a step late, when the device has long had it; fake CPU devices must not run ahead.
+        self._lag = 0 if jax.default_backend() == "cpu" else 1
+
+    def __enter__(self) -> Stopped:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._ballot = self._vote()
+        return self
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self.signal = number
+        self._noted = number
         signal.signal(number, signal.SIG_DFL)
+
+    def _vote(self) -> jax.Array:
+        """What this process has noted, on each of its devices; together an array over the mesh."""
+        spread = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
+        noted = np.full((1,), self._noted, np.int32)
+        return jax.make_array_from_callback((self._mesh.size,), spread, lambda _: noted)
 
     def before(self, step: int) -> bool:
         """Whether to stop before this step; to be asked before each."""
-        if distributed.several() and multihost_utils.reached_preemption_sync_point(step):
-            self.signal = signal.SIGTERM
+        if not distributed.several():
+            self.signal = self._noted
+            return bool(self.signal)
+        if self._noted:
+            self._ballot = self._vote()
+        self._votes.append(self._largest(self._ballot))
+        if len(self._votes) > self._lag:
+            self.signal = int(self._votes.popleft())
         return bool(self.signal)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if error is None:  # the last save may have been long
+            self.signal = max(distributed.gathered(self._noted))
 
 
 @distributed.together
@@ -63,9 +90,8 @@ def main() -> int:
     if options.dry_run:
         print(accounting.dry_run(config))
         return 0
-    distributed.check_same(
-        flatten(config.model_dump(mode="json", exclude={"data": {"path", "tokenizer", "cache_dir"}}))
-    )
+    shared = flatten(config.model_dump(mode="json", exclude={"data": {"path", "tokenizer", "cache_dir"}}))
+    distributed.check_same(shared | {"--run-dir": str(run_dir)})
     mesh = sharding.make_mesh(config.mesh)
     check_fit(config, mesh)
     profiling.keep_compiled(options.compile_cache, config.data.cache())
@@ -73,8 +99,8 @@ def main() -> int:
     program = rundir.make_run_program(config, store)
     result_path = run_dir / "eval.json"
     if not distributed.agreed(lambda: finished(result_path, config)):
-        stopped = Stopped()  # from here on; preparing the data may be killed at any time
-        state, step = fit(options, store, program, mesh, stopped)
+        with Stopped(mesh) as stopped:  # here only; preparing the data and scoring may be killed at any time
+            state, step = fit(options, store, program, mesh, stopped)
         if stopped.signal:
             name = signal.Signals(stopped.signal).name
             say(f"stopped by {name}; step {step} is saved, the same command resumes")
@@ -141,6 +167,7 @@ def fit(options: Command, store: Store, program: Program, mesh: Mesh, stopped: S
                         log.settle()
                         with log.timed("checkpoint"):
                             checkpoints.save(step, state)
+                profile.finish(state)
                 log.settle()
                 checkpoints.save(step, state)
         except NotFinite as error:

@@ -19,7 +19,7 @@ class Chip:
     name: str
     """As topologies are named (v5e), or the GPU's name."""
     kinds: tuple[str, ...]
-    """What jax reports as `device_kind`, or how it begins."""
+    """What jax reports as `device_kind`, letter for letter: an H100 NVL has other rates than an H100."""
     hbm_bytes: int
     """Device memory."""
     hbm_bandwidth: float
@@ -45,13 +45,14 @@ CHIPS = (
     Chip("v6e", ("TPU v6 lite", "TPU v6e"), 32 * GIB, 1600e9, 918e12, 400e9, 4),
     # docs/tpu7x: 2307 TFLOPs, 192 GiB, 7380 GBps; 3D torus, 1200 GBps in both directions; two devices a chip.
     Chip("tpu7x", ("TPU7x",), 192 * GIB, 7380e9, 2307e12, 600e9, 6, devices=2),
+    # GPUs of other shapes (NVL, GH200) are left out: JAX names them otherwise, and their rates are others.
     # NVIDIA A100 data sheet (SXM): 312 TFLOPS; 40 GB at 1555 GB/s or 80 GB at 2039 GB/s; NVLink 600 GB/s both ways.
-    Chip("A100-80GB", ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB"), 80 * GB, 2039e9, 312e12, 300e9, 12),
-    Chip("A100-40GB", ("NVIDIA A100",), 40 * GB, 1555e9, 312e12, 300e9, 12),
+    Chip("A100-80GB", ("NVIDIA A100-SXM4-80GB",), 80 * GB, 2039e9, 312e12, 300e9, 12),
+    Chip("A100-40GB", ("NVIDIA A100-SXM4-40GB",), 40 * GB, 1555e9, 312e12, 300e9, 12),
     # NVIDIA H100 data sheet (PCIe): 756 TFLOPS, 80 GB at 2000 GB/s, NVLink bridge 600 GB/s both ways.
     Chip("H100-PCIe", ("NVIDIA H100 PCIe",), 80 * GB, 2000e9, 756e12, 300e9, 12),
     # NVIDIA H100 data sheet (SXM): 989 TFLOPS, 80 GB at 3.35 TB/s, NVLink 900 GB/s both ways.
-    Chip("H100", ("NVIDIA H100",), 80 * GB, 3350e9, 989e12, 450e9, 18),
+    Chip("H100", ("NVIDIA H100 80GB HBM3",), 80 * GB, 3350e9, 989e12, 450e9, 18),
     # NVIDIA H200 data sheet (SXM): 989 TFLOPS, 141 GB at 4.8 TB/s, NVLink 900 GB/s both ways.
     Chip("H200", ("NVIDIA H200",), 141 * GB, 4800e9, 989e12, 450e9, 18),
     # NVIDIA HGX B200 data sheet, an eighth of it: 2250 TFLOPS, 180 GB at 8 TB/s, NVLink 1.8 TB/s both ways.
@@ -60,9 +61,8 @@ CHIPS = (
 
 
 def of_kind(device_kind: str) -> Chip | None:
-    """The chip behind jax's `device_kind`, the longest matching beginning deciding; None for one not in the table."""
-    found = [(len(kind), chip) for chip in CHIPS for kind in chip.kinds if device_kind.startswith(kind)]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    """The chip behind jax's `device_kind`; None for one not in the table."""
+    return next((chip for chip in CHIPS if device_kind in chip.kinds), None)
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -41,13 +41,15 @@ def check(config: RunConfig, at: Any, length: int, batch: int, most: int, *, fix
 
 
 def candidates(config: RunConfig, devices: int, batch: int) -> list[MeshConfig]:
-    """Rows over `data`, heads over `tensor`. Raises UserError where they divide over no such mesh."""
-    heads = config.attention.heads
-    tensors = [size for size in range(1, devices + 1) if devices % size == 0 and heads % size == 0]
-    found = [MeshConfig(data=devices // size, tensor=size) for size in tensors if batch % (devices // size) == 0]
+    """Rows over `slices` and `data`, heads over `tensor`. Raises UserError where they divide over no such mesh."""
+    heads, slices = config.attention.heads, config.mesh.slices
+    inner = devices // slices
+    tensors = [size for size in range(1, inner + 1) if inner % size == 0 and heads % size == 0]
+    fitting = [size for size in tensors if batch % (devices // size) == 0]
+    found = [MeshConfig(slices=slices, data=inner // size, tensor=size) for size in fitting]
     if not found:
         raise UserError(
-            f"--batch {batch}: no mesh data x tensor of {devices} devices divides it and {heads} heads; "
+            f"--batch {batch}: no mesh slices x data x tensor of {devices} devices divides it and {heads} heads; "
             f"{devices // tensors[-1]} rows or a multiple would"
         )
     return found

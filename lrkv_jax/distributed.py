@@ -29,8 +29,8 @@ from lrkv_jax.settings import Parser, UserError, one_line
 
 T = TypeVar("T")
 
-FOREVER = 10**9  # milliseconds; a wait ends by the other side's word or by JAX's heartbeat, never by itself
-FAREWELL = 10_000  # milliseconds that process 0 gives each other to read why the run ends
+HOUR = 3_600_000  # milliseconds; how long one call waits before it is made again
+FAREWELL = 10.0  # seconds that process 0 gives the others to read why the run ends
 GRACE = 1.0  # seconds in which those that have answered exit, before JAX aborts them for want of process 0
 FAILED, LEFT = "lrkv/failed", "lrkv/left"
 APART = {"--help", "-h", "--dry-run"}  # what is asked of one process and answered without the others
@@ -83,8 +83,14 @@ def together(main: Callable[[], int | None]) -> Callable[[], int | None]:
 def start(flags: dict[str, Any]) -> None:
     """Joins the other processes if the flags name them or a cluster that JAX knows does; alone, does nothing.
 
+    JAX's own watch over SIGTERM stays off: outside of the training loop, which minds it, SIGTERM ends a process.
+
     Raises UserError for flags that don't fit together, and where the others can't be reached.
     """
+    for name in ("processes", "heartbeat_seconds"):
+        value = flags[f"distributed.{name}"]
+        if value is not None and value < 1:
+            raise UserError(f"--distributed.{name.replace('_', '-')} {value}: must be at least 1")
     names = ("coordinator", "processes", "process_id")
     given = {name: flags[f"distributed.{name}"] for name in names if flags[f"distributed.{name}"] is not None}
     if given.get("processes") == 1:
@@ -101,6 +107,7 @@ def start(flags: dict[str, Any]) -> None:
     try:
         if not given and not announced():
             return
+        jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             coordinator_address=given.get("coordinator"),
             num_processes=given.get("processes"),
@@ -146,7 +153,7 @@ def agreed(make: Callable[[], T]) -> T:
     client, key = runtime.global_state.client, f"lrkv/agreed/{next(_numbers)}"
     if is_first():
         client.key_value_set(key, json.dumps(make()))
-    return json.loads(client.blocking_key_value_get(key, FOREVER))
+    return json.loads(_value(client, key))
 
 
 def gathered(value: T) -> list[T]:
@@ -156,18 +163,28 @@ def gathered(value: T) -> list[T]:
     client, key = runtime.global_state.client, f"lrkv/gathered/{next(_numbers)}"
     client.key_value_set(f"{key}/{runtime.global_state.process_id}", json.dumps(value))
     others = range(runtime.global_state.num_processes)
-    return [json.loads(client.blocking_key_value_get(f"{key}/{number}", FOREVER)) for number in others]
+    return [json.loads(_value(client, f"{key}/{number}")) for number in others]
 
 
 def check_same(values: dict[str, Any]) -> None:
     """Raises UserError naming the first value in which this process differs from process 0."""
     theirs = agreed(lambda: values)
-    for name in values.keys() | theirs.keys():
+    for name in sorted(values.keys() | theirs.keys()):
         if values.get(name) != theirs.get(name):
             raise UserError(f"{name} = {values.get(name)} here and {theirs.get(name)} on process 0: must be the same")
 
 
 _numbers = itertools.count()  # of exchanges so far, the same in every process
+
+
+def _value(client: Any, key: str) -> str:
+    """What the store holds under a key, however late: a wait ends by the other side's word or by JAX's heartbeat."""
+    while True:
+        try:
+            return client.blocking_key_value_get(key, HOUR)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
 
 
 def _tell_failure(error: BaseException) -> None:
@@ -189,15 +206,17 @@ def _await_failure() -> None:
     state = runtime.global_state
     client = state.client
     try:
-        told = json.loads(client.blocking_key_value_get(FAILED, FOREVER))
+        told = json.loads(_value(client, FAILED))
     except jax.errors.JaxRuntimeError:
         return  # the end of the run, or of JAX's runtime, which says so itself
     if is_first():
         where = f"process {told['process']}: " if told["process"] else ""
         print(f"error: {where}{told['line']}", file=sys.stderr)
+        deadline = time.monotonic() + FAREWELL
         for number in range(1, state.num_processes):
+            left = max(1, round(1000 * (deadline - time.monotonic())))  # milliseconds
             try:
-                client.blocking_key_value_get(f"{LEFT}/{number}", FAREWELL)
+                client.blocking_key_value_get(f"{LEFT}/{number}", left)
             except jax.errors.JaxRuntimeError:
                 print(f"process {number} did not answer and may still run", file=sys.stderr)
         time.sleep(GRACE)

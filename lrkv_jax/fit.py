@@ -11,7 +11,7 @@ from lrkv_jax.settings import UserError
 
 
 def check_fit(config: RunConfig, mesh: Mesh) -> None:
-    """Raises UserError where rows, positions, heads or widths don't divide over the mesh, or attention can't run there."""
+    """Raises UserError where rows, positions or heads don't divide over the mesh, or attention can't run there."""
     train, context = config.train, config.data.context
     rows, ways = train.batch_size // train.microbatches, sharding.row_ways(mesh)
     if rows % ways:
@@ -28,3 +28,13 @@ def check_fit(config: RunConfig, mesh: Mesh) -> None:
     accounting.textless_program(config).abstract_state(mesh)
     attention = accounting.abstract_attention(config.model, config.attention)
     backends.check(attention, rows, context, config.data.document_mask, mesh)
+
+
+def runnable(config: RunConfig, mesh: Mesh) -> RunConfig:
+    """A run's config for reading it where it wasn't trained: attention by another kernel where its own can't run."""
+    attention = accounting.abstract_attention(config.model, config.attention)
+    try:
+        backends.check(attention, sharding.row_ways(mesh), config.data.context, False, mesh)
+    except UserError:
+        return config.with_attention(config.attention.model_copy(update={"implementation": "auto"}))
+    return config

@@ -26,6 +26,7 @@ from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import Tokenizer
 from lrkv_jax.decode import Decoder, Session
+from lrkv_jax.fit import runnable
 from lrkv_jax.sampling import Sampling
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.step import Tokens, make_program
@@ -150,6 +151,7 @@ def room(tokens: int, options: argparse.Namespace, config: RunConfig) -> int:
 def load(options: argparse.Namespace, config: RunConfig, tokenizer: Tokenizer, slots: int) -> Decoder:
     """The run's model on all devices, with a row for every sample, and more where rows must divide over devices."""
     mesh = sharding.make_mesh(sharding.MeshConfig(tensor=options.tensor))
+    config = runnable(config, mesh)
     tokens = Tokens(tokenizer.begin_id, tokenizer.end_id, config.data.document_mask)
     program = make_program(config.model, config.attention, config.train, config.optimizer, tokens)
     with contextlib.closing(Checkpointer(options.run_dir, config.checkpoint)) as checkpoints:

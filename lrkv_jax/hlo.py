@@ -98,28 +98,44 @@ class Module:
         """How often a loop runs: as XLA says, or from its counter's start, step and limit; else 1, and it is noted."""
         if known := loop.attribute(r'known_trip_count"?:?=?\{"?n"?:"?(\d+)'):
             return int(known)
+        start, step, limit = self.counter(name, loop) or (None, None, None)
+        if start is None or limit is None or not step:
+            self.unknown_loops += 1
+            return 1
+        return max(0, -(-(limit - start) // step))
+
+    def counter(self, name: str, loop: Instruction) -> tuple[int | None, int | None, int | None] | None:
+        """(start, step, limit) of the number that a loop counts up, each None where it is computed; None for a loop
+        that doesn't count up to a limit."""
         condition, body = (loop.attribute(rf"{part}=%?([\w.\-]+)") for part in ("condition", "body"))
         test = self.computations[condition][self.roots[condition]]
         limit = next((self.constant(condition, operand) for operand in reversed(test.operands)), None)
         counter = self.computations[condition].get(test.operands[0]) if test.operands else None
         index = counter.attribute(r"index=(\d+)") if counter else None
-        if test.opcode != "compare" or "direction=LT" not in test.rest or limit is None or index is None:
-            self.unknown_loops += 1
-            return 1
-        start = self.constant(name, self.computations[name][loop.operands[0]].operands[int(index)]) or 0
-        update = self.computations[body].get(self.computations[body][self.roots[body]].operands[int(index)])
-        steps = [self.constant(body, operand) for operand in update.operands] if update else []
-        step = next((step for step in steps if step), 1)
-        return max(0, -(-(limit - start) // step))
+        initial, final = self.computations[name].get(loop.operands[0]), self.computations[body][self.roots[body]]
+        if test.opcode != "compare" or "direction=LT" not in test.rest or index is None:
+            return None
+        if initial is None or {initial.opcode, final.opcode} != {"tuple"}:
+            return None
+        start = self.constant(name, initial.operands[int(index)])
+        update = self.source(body, final.operands[int(index)])
+        adds = update is not None and update.opcode == "add"
+        steps = [self.constant(body, operand) for operand in update.operands] if adds else []
+        return start, next((step for step in steps if step), None), limit
 
     def constant(self, name: str, operand: str) -> int | None:
-        """The integer that an operand is, looking through copies; None where it is computed."""
-        instruction = self.computations[name].get(operand)
-        while instruction and instruction.opcode in ("copy", "convert", "bitcast"):
-            instruction = self.computations[name].get(instruction.operands[0])
+        """The integer that an operand is; None where it is computed."""
+        instruction = self.source(name, operand)
         if instruction is None or instruction.opcode != "constant" or not re.match(r"-?\d+$", instruction.operands[0]):
             return None
         return int(instruction.operands[0])
+
+    def source(self, name: str, operand: str) -> Instruction | None:
+        """What makes an operand, looking through copies; None where it isn't an instruction's name."""
+        instruction = self.computations[name].get(operand)
+        while instruction and instruction.opcode in ("copy", "convert", "bitcast"):
+            instruction = self.computations[name].get(instruction.operands[0])
+        return instruction
 
     def shapes(self, name: str, instruction: Instruction) -> list[Shape]:
         """Shapes of all operands."""

@@ -6,10 +6,10 @@ per device, with t tokens in a microbatch:
     memory   state + gradients + matrices gathered for a layer (and, with Muon, for its update) + activations kept
              (none, dots, full: all, the products, or the residual stream of each layer) + one layer's own + logits
     compute  FLOPs of the step, a third more if layers are recomputed, and those of Muon, which copies of the model
-             (data, context) all do, over the chips' peak
+             (slices, data, context) all do, over the chips' peak
     ICI      parameters gathered in each pass and their gradients scattered (fsdp), gradients summed over copies
-             (data, context), two sums of the residual stream a layer and pass (tensor), compressed entries (context),
-             and matrices gathered by Muon
+             (slices, data, context), two sums of the residual stream a layer and pass (tensor), compressed entries
+             (context), and matrices gathered by Muon
 """
 
 from __future__ import annotations
@@ -90,12 +90,13 @@ class Planner:
     def meshes(self, devices: int) -> Iterator[MeshConfig]:
         """Meshes of all these devices whose rows and positions divide; the model is checked by `of_mesh`."""
         config, slices = self.config, self.config.mesh.slices
-        rows, context = config.train.batch_size // config.train.microbatches, config.data.context
+        rows = config.train.batch_size // config.train.microbatches
+        positions = config.data.context // config.train.loss_chunks  # each chunk of the loss is split
         inner = devices // slices
         divisors = [size for size in range(1, inner + 1) if inner % size == 0]
         for fsdp, tensor, split in itertools.product(divisors, repeat=3):
             data, rest = divmod(inner, fsdp * tensor * split)
-            if not rest and data and rows % (slices * data * fsdp) == 0 and context % split == 0:
+            if not rest and data and rows % (slices * data * fsdp) == 0 and positions % split == 0:
                 yield MeshConfig(slices=slices, data=data, fsdp=fsdp, tensor=tensor, context=split)
 
     def of_mesh(self, mesh: MeshConfig, devices: int, remats: tuple[str, ...] = REMATS) -> list[Plan]:
@@ -148,7 +149,7 @@ class Planner:
         whole = parameters * mesh.fsdp
         gathered = parts * passes * whole / 4 * size * (1 - 1 / mesh.fsdp)
         scattered = parts * whole * (1 - 1 / mesh.fsdp)
-        copies = mesh.data * mesh.context
+        copies = mesh.slices * mesh.data * mesh.context
         summed = 2 * parameters * (1 - 1 / copies)
         residual = 4 * passes * model.layers * tokens * model.width * size * (1 - 1 / mesh.tensor)
         entries = (passes + 1) * model.layers * tokens * mesh.context * self.entry_bytes * (1 - 1 / mesh.context)

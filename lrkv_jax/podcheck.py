@@ -112,7 +112,10 @@ def kernel_flops(config: RunConfig, tokens: int) -> float:
 
 
 def check_training(config: RunConfig, plan: Plan, at: Target) -> dict[str, Any]:
-    """Compiles one plan. The result has `fits`, and where it does memory, collectives and bound."""
+    """Compiles one plan. The result has `fits`, and where it does memory, collectives and bound.
+
+    Raises UserError for a mesh that train.py refuses.
+    """
     chosen = plan.applied(config)
     row: dict[str, Any] = {
         "mesh": plan.mesh.model_dump(),
@@ -153,31 +156,39 @@ def check_training(config: RunConfig, plan: Plan, at: Target) -> dict[str, Any]:
 def search(config: RunConfig, planner: Planner, at: Target, remats: tuple[str, ...], most: int) -> list[dict[str, Any]]:
     """Compiles the most promising plans, one policy a mesh: the one that recomputes least and should still fit.
 
-    What a compiled plan took beside its estimate corrects the estimates of the others.
+    What a compiled plan took beside its estimate corrects the estimates of the others. A mesh that train.py refuses is
+    passed over. Raises UserError where that leaves none.
     """
     plans = planner.plans(len(at.devices), remats)
     if not plans:
         raise UserError(
             f"--topology {at.topology}: no mesh of {len(at.devices)} devices divides {config.train.batch_size} rows "
-            f"in {config.train.microbatches} microbatch(es), {config.data.context} positions and "
-            f"{config.attention.heads} heads; try a larger train.batch_size"
+            f"in {config.train.microbatches} microbatch(es), {config.data.context} positions in "
+            f"{config.train.loss_chunks} chunks of the loss and {config.attention.heads} heads; try a larger "
+            f"train.batch_size"
         )
     rows: list[dict[str, Any]] = []
-    correction, tried = 1.0, set()
-    while len(rows) < MOST_COMPILED and sum(row["fits"] for row in rows) < most:
+    correction, tried, refused = 1.0, set(), None
+    while plans and len(rows) < MOST_COMPILED and sum(row["fits"] for row in rows) < most:
         able = [p for p in plans if p.mesh not in tried and p.memory_bytes * correction <= ROOM * at.hbm]
-        if not able:
+        if rows and not able:
             break
-        plan = able[0]
-        row = check_training(config, plan, at)
+        # Where nothing should fit, the smallest says by how much.
+        plan = able[0] if able else min(plans, key=lambda plan: plan.memory_bytes)
+        try:
+            row = check_training(config, plan, at)
+        except UserError as error:
+            refused = error
+            plans = [p for p in plans if p.mesh != plan.mesh]
+            continue
         rows.append(row)
         if row["fits"] or row["peak_bytes"] is None:
             tried.add(plan.mesh)
         else:
             correction = max(correction, row["peak_bytes"] / plan.memory_bytes)
             plans.remove(plan)
-    if not rows:  # nothing should fit: the smallest says by how much
-        rows.append(check_training(config, min(plans, key=lambda plan: plan.memory_bytes), at))
+    if not rows:
+        raise refused
     return sorted(rows, key=lambda row: (not row["fits"], row.get("step_seconds", row["peak_bytes"] or math.inf)))
 
 
@@ -205,9 +216,13 @@ def remedies(config: RunConfig, planner: Planner, at: Target, remats: tuple[str,
 
 def flags(plan: Plan, config: RunConfig) -> str:
     """The flags that make a config this plan."""
-    sizes = plan.mesh.model_dump()
-    named = [f"--mesh.{axis} {size}" for axis, size in sizes.items() if size != 1 or axis == "data"]
+    named = mesh_flags(plan.mesh.model_dump(), config)
     return " ".join(named + ([f"--model.remat {plan.remat}"] if plan.remat != config.model.remat else []))
+
+
+def mesh_flags(sizes: dict[str, int], config: RunConfig) -> list[str]:
+    """A flag for each axis that the config's own mesh gives another size; one of -1 comes to a 1 by itself."""
+    return [f"--mesh.{axis} {size}" for axis, size in sizes.items() if size != max(1, getattr(config.mesh, axis))]
 
 
 def parser() -> Parser:
@@ -296,8 +311,7 @@ def check(
 def train_command(args: list[str], row: dict[str, Any], config: RunConfig) -> str:
     """The command that trains with a row's mesh and policy: the flags given, and those that were chosen."""
     given = {arg.split("=")[0] for arg in args}
-    sizes = row["mesh"].items()
-    chosen = [f"--mesh.{axis} {size}" for axis, size in sizes if size != 1 and f"--mesh.{axis}" not in given]
+    chosen = [flag for flag in mesh_flags(row["mesh"], config) if flag.split()[0] not in given]
     if row["remat"] != config.model.remat:
         chosen.append(f"--model.remat {row['remat']}")
     return " ".join(["python train.py", shlex.join(args), *chosen])

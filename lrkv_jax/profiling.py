@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import os
 import platform
+import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,20 +28,33 @@ class Profile:
         self._directory, self._span = run_dir / "profile", span
         self._running = contextlib.ExitStack()
         self._on = False
+        self._untold = span is not None  # till a trace starts, or it is said that none will
 
     def before(self, step: int, state: Any) -> None:
         """To be called before each step; `state` is what the step before it made, which a trace waits for."""
+        if self._untold and step > self._span[1]:
+            self._tell(f"no trace: the run goes on at step {step}")
         wanted = self._span is not None and self._span[0] <= step <= self._span[1]
         if wanted == self._on:
             return
-        jax.block_until_ready(state)
         if not wanted:
-            self._stop()
+            self.finish(state)
             return
+        jax.block_until_ready(state)
         self._directory.mkdir(parents=True, exist_ok=True)
         self._scratch = self._running.enter_context(scratch_for(self._directory))
         jax.profiler.start_trace(str(self._scratch))
-        self._on = True
+        self._on, self._untold = True, False
+
+    def finish(self, state: Any) -> None:
+        """Ends a trace that is on, with the step that made `state`; to be called where the loop ends."""
+        if self._on:
+            jax.block_until_ready(state)
+            self._stop()
+
+    def _tell(self, line: str) -> None:
+        print(f"\n--profile {self._span[0]}:{self._span[1]}: {line}", file=sys.stderr)
+        self._untold = False
 
     def _stop(self) -> None:
         jax.profiler.stop_trace()
@@ -54,6 +69,8 @@ class Profile:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._on:
             self._stop()
+        elif self._untold:
+            self._tell("no trace: the run ended before")
 
 
 def parse_span(text: str) -> tuple[int, int]:
@@ -86,8 +103,9 @@ def keep_compiled(where: str, cache: Path) -> None:
     if not where and jax.config.jax_compilation_cache_dir:
         return
     directory = where or str(cache / "compiled")
-    if jax.default_backend() == "cpu" and "://" not in directory:
-        directory = f"{Path(directory).expanduser().absolute() / cpu_key()}"
+    if "://" not in directory:
+        folder = Path(os.path.expanduser(directory)).absolute()
+        directory = str(folder / cpu_key() if jax.default_backend() == "cpu" else folder)
     jax.config.update("jax_compilation_cache_dir", directory)
 
 

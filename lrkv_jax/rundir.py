@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import uuid
 from typing import IO, Any
 
 from lrkv_jax import distributed
@@ -26,9 +27,12 @@ FIRST_FILES = {"config.json", "corpus.json", "tokenizer.json"}
 def enter(run_dir: AnyPath, config: RunConfig) -> Store:
     """Opens a run directory for training: a new one is made, a known one must be of the same config and corpus.
 
-    Raises UserError where it is of another config or corpus, holds something else, or can't be written.
+    Raises UserError where it is of another config or corpus, holds something else, can't be written, or is not one
+    and the same for all processes.
     """
-    if distributed.agreed(lambda: _claim(run_dir, config)):
+    begun = distributed.agreed(lambda: _claim(run_dir, config))
+    check_shared(run_dir)
+    if begun:
         return open_corpus(run_dir, config)
     store = open_store(config.data, config.model.vocab, progress=distributed.is_first())
     distributed.check_same({"the corpus's fingerprint": store.fingerprint})  # each process has prepared its own
@@ -52,6 +56,26 @@ def _claim(run_dir: AnyPath, config: RunConfig) -> bool:
         raise UserError(f"--run-dir {run_dir}: holds {strangers[0]} and no config.json, so it is no run directory")
     lock(run_dir)
     return False
+
+
+def check_shared(run_dir: AnyPath) -> None:
+    """Raises UserError where a process does not see in this directory what process 0 writes there."""
+    if not distributed.several():
+        return
+    mark = run_dir / distributed.agreed(lambda: f".shared-{uuid.uuid4().hex}")
+    distributed.agreed(lambda: write_json(mark, "removed again in a moment"))
+    seen = distributed.gathered(mark.exists())
+    distributed.agreed(lambda: _compare_views(run_dir, mark, seen))
+
+
+def _compare_views(run_dir: AnyPath, mark: AnyPath, seen: list[bool]) -> None:
+    """Takes the mark away again. Raises UserError naming the first process that has not seen it."""
+    mark.unlink()
+    if not all(seen):
+        raise UserError(
+            f"--run-dir {run_dir}: process {seen.index(False)} does not see what process 0 writes there; must be a "
+            f"folder that all share, or a bucket gs://..."
+        )
 
 
 def _found(run_dir: AnyPath, config: RunConfig, store: Store) -> None:

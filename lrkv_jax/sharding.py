@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pydantic
 from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -43,7 +44,7 @@ TABLE: dict[str, str | tuple[str, ...] | None] = {
 class MeshConfig(Settings):
     """Devices along each mesh axis; one axis may be -1, which takes the devices that are left."""
 
-    slices: int = 1
+    slices: pydantic.PositiveInt = 1
     """Pod slices joined by the data-center network, each with copies of the model; only gradients cross it."""
     data: int = -1
     """Copies of the model, each on its own rows."""
@@ -76,7 +77,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 def _arranged(sizes: list[int], devices: list[jax.Device]) -> np.ndarray:
     """Devices as an array of these sizes. Raises UserError where slices and devices don't match."""
     slices, *inner = sizes
-    numbers = {getattr(device, "slice_index", 0) or 0 for device in devices}
+    # A GPU's slice is its host, and hosts are joined by what `data` and the others may cross.
+    numbers = {getattr(device, "slice_index", 0) or 0 for device in devices if device.platform == "tpu"}
     if len(numbers) > 1:
         if len(numbers) != slices:
             raise UserError(f"mesh.slices = {slices}: the devices come in {len(numbers)} slices")

@@ -25,7 +25,7 @@ def path(text: str) -> AnyPath:
     """The path that a command line or a config names. Raises UserError for a bucket that can't be reached from here."""
     scheme, separator, _ = text.partition("://")
     if not separator:
-        return Path(text)
+        return Path(os.path.expanduser(text))
     if scheme != "gs":
         raise UserError(f"{text}: a folder on a disk, or a bucket gs://...")
     if importlib.util.find_spec("gcsfs") is None:

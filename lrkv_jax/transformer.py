@@ -139,7 +139,9 @@ class Transformer(nnx.Module):
 
     def embedding(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The residual stream before the first layer."""
-        x = self.embed.get_value().astype(jnp.dtype(self.config.dtype))[tokens]
+        # Whole rows: looked up in a table split along the width, the batch would have to change places with it.
+        table = sharding.constrain(self.embed.get_value().astype(jnp.dtype(self.config.dtype)), "vocab", "width")
+        x = table[tokens]
         x = sharding.constrain(x, "batch", "length", "width")
         return rms_norm(x, self.config.norm_eps) if self.config.embed_norm else x
 

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import os
 import re
 
 import jax
@@ -12,15 +11,11 @@ import pytest
 from flax import nnx
 from jax.experimental import topologies
 
-from lrkv_jax import attention, sharding
+from lrkv_jax import aot, attention, sharding
 from lrkv_jax.attention import backends, core, gqa, lrkv, mla
 from lrkv_jax.settings import UserError
 
-# Before libtpu loads: several processes may, and it looks for no machine and says so nowhere.
-os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+aot.prepare_environment()  # before libtpu loads
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu isn't installed: requirements-dev.txt"

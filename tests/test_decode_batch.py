@@ -23,7 +23,7 @@ def four():
     return decoder("lrkv", batch=4)
 
 
-@pytest.mark.parametrize("family", ["gqa", "mla", "lrkv"])
+@pytest.mark.parametrize("family", ["mla", "lrkv"])
 def test_ragged_batch_equals_each_prompt_alone(family):
     """Bug: padding is attended to, or a row's position, slot or last token is that of the longest row."""
     together = decoder(family, end=NEVER, batch=4).start(PROMPTS, chunk=4)
@@ -131,7 +131,8 @@ def test_decoders_that_cannot_be_are_refused(how, message):
 def test_a_cache_beyond_the_memory_is_refused(monkeypatch):
     """Bug: the kernel ends the process, without a word: for the cache, or for what depends on its slots alone."""
     monkeypatch.setattr(Decoder, "_prepare", lambda *_: pytest.fail("tables of all slots were made before the check"))
-    line = r"slots = 1000000000: a cache of 3 rows needs \d+\.\d GiB; there are \d+\.\d GiB of memory"
+    # 176 bytes a token, on one of the eight devices that there are.
+    line = r"slots = 1000000000: a cache of 3 rows needs 491\.7 GiB; there are \d+\.\d GiB of memory"
     with pytest.raises(UserError, match=line):
         decoder("lrkv", batch=3, slots=10**9)
 
@@ -156,13 +157,13 @@ def test_the_begin_token_may_be_the_end_token():
         assert session.state["lengths"][row] == 1 + first[row]
 
 
-@pytest.mark.parametrize("temperature", [1e-39, 1e-30])
+@pytest.mark.parametrize("temperature", [1e-39, 2e-38])
 def test_a_temperature_next_to_nothing_is_greedy(temperature):
-    """Bug: a number that float32 holds as 0, or that logits overflow when divided by, draws NaN: token 0, always."""
-    logits = jnp.asarray([[-3e4, 2e4, 1.5e4, 3e4]], jnp.float32)
-    keys, allowed = jax.random.split(jax.random.key(0), 1), jnp.asarray([True, True, True, False])
+    """Bug: logits divided by what float32 holds as 0, or by what makes them infinite, tie or are NaN."""
+    logits = jnp.asarray([[-15.0, 9.0, 12.0, 15.0], [-15.0, -12.0, -9.0, 15.0]])
+    keys, allowed = jax.random.split(jax.random.key(0), 2), jnp.asarray([True, True, True, False])
     for cuts in ({}, {"top_k": 2}, {"top_p": 0.9}):
-        assert sample(logits, keys, allowed, Sampling(temperature=temperature, **cuts)).tolist() == [1]
+        assert sample(logits, keys, allowed, Sampling(temperature=temperature, **cuts)).tolist() == [2, 2]
 
 
 def test_only_real_tokens_may_be_drawn(four):

@@ -32,8 +32,10 @@ def live(family, **how):
     return decode.Session(decoding, decoding._empty_state(jnp.ones(decoding.batch, jnp.int32)), 1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*[(family, "float32") for family in FAMILIES], ("mla", "bfloat16"), ("lrkv", "bfloat16")],
+)
 def test_live_bytes_are_those_of_accounting(family, dtype):
     """Bug: a layer's cache exists twice, holds expanded keys, or grows by more than a token a slot."""
     made = program(family, layers=2, dtype=dtype)

@@ -31,8 +31,8 @@ from lrkv_jax.settings import UserError
 from lrkv_jax.sharding import MeshConfig
 
 ROOT = Path(__file__).parent.parent
-STEPS, EVERY, HEARTBEAT = 40, 5, 10
-TRAIN = ["train.py", "--config", "configs/debug.py", "--train.steps", STEPS, "--train.eval-every", 20]
+STEPS, EVERY, HEARTBEAT = 30, 5, 10
+TRAIN = ["train.py", "--config", "configs/debug.py", "--train.steps", STEPS, "--train.eval-every", 15]
 TRAIN += ["--checkpoint.every-steps", EVERY, "--checkpoint.keep", 50]
 PATIENCE = 240
 
@@ -212,17 +212,17 @@ def test_a_run_of_two_processes_resumes_on_one(start, whole, tmp_path, cache, mo
 
 
 SCORER = """
-import json, sys, jax
+import itertools, json, signal, sys, jax
 from pathlib import Path
 from jax.experimental import multihost_utils
 from lrkv_jax import distributed, sharding
 from lrkv_jax.checkpoint import CheckpointConfig, Checkpointer
-from lrkv_jax.settings import UserError, command
+from lrkv_jax.settings import command
 from lrkv_jax.sharding import MeshConfig
 from test_evaluate import score
+from train import Stopped
 
-def save_often(run_dir):
-    mesh = sharding.make_mesh(MeshConfig())
+def save_often(run_dir, mesh):
     make = jax.jit(lambda step: jax.numpy.full((64, 100), step), out_shardings=sharding.batch_sharding(mesh))
     checkpoints = Checkpointer(run_dir, CheckpointConfig(keep=2))
     for step in range(1, 16):
@@ -232,31 +232,47 @@ def save_often(run_dir):
     checkpoints.close()
     print("saved", checkpoints.steps(), checkpoints.best_step(), flush=True)
 
+def stop_early(mesh):
+    usual = signal.getsignal(signal.SIGTERM)
+    with Stopped(mesh) as stopped, jax.set_mesh(mesh):
+        if jax.process_index() == 1:
+            signal.raise_signal(signal.SIGTERM)
+        steps = list(itertools.takewhile(lambda step: not stopped.before(step), range(500, 510)))
+    print("stopped", int(stopped.signal), steps, flush=True)
+    with Stopped(mesh) as stopped:
+        if jax.process_index() == 0:
+            signal.raise_signal(signal.SIGINT)
+    print("late", int(stopped.signal), flush=True)
+    assert usual == signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
 @command
 @distributed.together
 def main():
     found = score(4, MeshConfig(data=2, fsdp=4))
     print(json.dumps([found.nats.tolist(), found.tokens.tolist(), found.bytes.tolist()]), flush=True)
-    save_often(Path(sys.argv[1]))
-    if jax.process_index() == 1:
-        raise UserError("out of luck")
+    mesh = sharding.make_mesh(MeshConfig())
+    save_often(Path(sys.argv[1]), mesh)
+    stop_early(mesh)
+    distributed.check_same({"same": 1, "zeta": jax.process_index(), "alpha": jax.process_index()})
     multihost_utils.sync_global_devices("the other never comes")
 
 main()
 """
 
 
-def test_two_processes_score_save_and_fail_as_one(pair, tmp_path):
+def test_two_processes_score_save_stop_and_fail_as_one(pair, tmp_path):
     """Bugs: padding or a document counts twice where rows are split over processes (13 documents); the best and the
-    newest saved at once wait for each other for ever; a failure of one process leaves the other waiting, goes untold,
-    or is told twice."""
+    newest saved at once wait for each other for ever; SIGTERM before the loop of a resumed run is lost, after the
+    loop's last step stops one process only, or outside of the loop is caught; a value that differs is let through, or
+    another one named each time; a failure of one process leaves the other waiting, goes untold, or is told twice."""
     script = tmp_path / "scorer.py"
     script.write_text(SCORER)
     (out, err), (other_out, other_err) = finish(*pair(script, tmp_path / "run"), status=2)
     assert out.count("saved [14, 15] 15\n") == other_out.count("saved [14, 15] 15\n") == 1
+    assert out.count("stopped 15 []\nlate 2\n") == other_out.count("stopped 15 []\nlate 2\n") == 1
     assert err.count("error: ") == 1
-    assert "error: process 1: out of luck\n" in err
-    assert "out of luck" not in other_err
+    assert "error: process 1: alpha = 1 here and 0 on process 0: must be the same\n" in err
+    assert "alpha" not in other_err
     alone = score_on(1)
     for text in (out, other_out):
         nats, tokens, size = json.loads(re.search(r"^\[\[.*$", text, re.MULTILINE).group())
@@ -283,29 +299,35 @@ def test_thirteen_documents_on_three_devices():
 
 
 FAILER = """
-from lrkv_jax import distributed
-from lrkv_jax.settings import UserError, command
-
-def fail():
-    raise UserError("process 0 can't")
+import sys
+from pathlib import Path
+from lrkv_jax import distributed, rundir
+from lrkv_jax.settings import command
 
 @command
 @distributed.together
 def main():
+    shared = Path(sys.argv[1])
+    rundir.check_shared(shared)
     assert distributed.gathered(distributed.is_first()) == [True, False]
-    distributed.agreed(fail)
+    own = shared / ("first" if distributed.is_first() else "second")
+    own.mkdir()
+    rundir.check_shared(own)
 
 main()
 """
 
 
 def test_an_error_of_process_0_ends_the_other(pair, tmp_path):
-    """Bug: what process 0 refuses (a run directory in use, say) leaves the others waiting for its word."""
+    """Bugs: a run directory that each host has on its own disk is taken, or a shared one refused; what process 0
+    refuses leaves the others waiting for its word; the mark it writes stays."""
     script = tmp_path / "failer.py"
     script.write_text(FAILER)
-    (_, err), (_, other_err) = finish(*pair(script), status=2)
-    assert err.splitlines()[-1] == "error: process 0 can't"
+    (_, err), (_, other_err) = finish(*pair(script, tmp_path), status=2)
+    line = f"error: --run-dir {tmp_path / 'first'}: process 1 does not see what process 0 writes there; must be"
+    assert err.splitlines()[-1].startswith(line)
     assert "error" not in other_err
+    assert not list(tmp_path.rglob(".shared*"))
 
 
 # ---- whether to join others at all
@@ -346,6 +368,8 @@ def test_joining_is_the_clusters_word(monkeypatch, env, joins):
         ({"coordinator": "host:1"}, "--distributed.processes is missing"),
         ({"coordinator": "host:1", "processes": 2, "process_id": 2}, "must be in 0 ... 1"),
         ({"coordinator": "host", "processes": 2, "process_id": 0}, "must be HOST:PORT"),
+        ({"processes": 0}, "--distributed.processes 0: must be at least 1"),
+        ({"processes": 1, "heartbeat_seconds": 0}, "--distributed.heartbeat-seconds 0: must be at least 1"),
     ],
 )
 def test_flags_that_do_not_fit(flags, says):

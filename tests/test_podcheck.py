@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lrkv_jax import aot, chips, compiled, hlo, plans, podcheck, sharding
-from lrkv_jax.config import load_configs
+from lrkv_jax import aot, chips, compiled, decode_check, hlo, plans, podcheck, sharding
+from lrkv_jax.config import load_configs, parse_command
 from lrkv_jax.settings import UserError
 
 needs_libtpu = pytest.mark.skipif(
@@ -125,6 +126,17 @@ def test_a_tpu_program():
     assert costs.traffic == entry + 5 * (16 * 128 * 4 + 2 * 64 * 128 * 4 + 3 * 4)
 
 
+def test_a_counter_through_a_copy():
+    """Fails if a step that the compiler copies before it hands it on is taken for an unknown one."""
+    text = TPU_TEXT.replace(
+        "%next = s32[]{:T(128)} add(%i, %one)",
+        """%sum = s32[]{:T(128)} add(%i, %one)
+  %next = s32[]{:T(128)} copy(%sum)""",
+    )
+    costs = compiled.Reader(text).costs()
+    assert (costs.unknown_loops, costs.collectives[0].times) == (0, 5)
+
+
 def test_tiles():
     """Fails if padding goes to the wrong dimensions of a transposed layout."""
     shape = hlo.Shape("bf16", (2, 3, 130), (1, 2, 0), (8, 128), True)
@@ -132,18 +144,37 @@ def test_tiles():
     assert shape.stored == 2 * 136 * 128 * 2
 
 
-def test_unknown_loop_is_said():
-    """Fails if a loop of unknown length is silently counted once."""
-    text = TPU_TEXT.replace("direction=LT", "direction=NE")
-    assert compiled.Reader(text).costs().unknown_loops == 1
+@pytest.mark.parametrize(
+    ("known", "computed"),
+    [
+        ("direction=LT", "direction=NE"),
+        ("%start = s32[]{:T(128)} constant(3)", "%start = s32[]{:T(128)} partition-id()"),
+        ("%one = s32[]{:T(128)} constant(2)", "%one = s32[]{:T(128)} partition-id()"),
+        ("add(%i, %one)", "multiply(%i, %one)"),
+        ("while(%init)", "while(%a)"),
+    ],
+)
+def test_unknown_loop_is_said(known, computed):
+    """Fails if a loop of unknown length is silently counted once, or a computed start or step taken for 0 or 1."""
+    assert TPU_TEXT.count(known) == 1
+    assert compiled.Reader(TPU_TEXT.replace(known, computed)).costs().unknown_loops == 1
 
 
 @pytest.mark.parametrize(
     ("kind", "flops"),
-    [("TPU v5 lite", 197e12), ("TPU v5", 459e12), ("TPU7x", 2307e12 / 2), ("NVIDIA H200", 989e12), ("cpu", None)],
+    [
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+        ("TPU7x", 2307e12 / 2),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", None),
+        ("cpu", None),
+    ],
 )
 def test_peak_of_a_device(kind, flops):
-    """Fails if a v5e is taken for a v5p, a chip for a device, or an unknown device crashes."""
+    """Fails if a v5e is taken for a v5p, an NVL card for an SXM one, a chip for a device, or an unknown one crashes."""
     assert chips.peak_flops(kind) == flops
 
 
@@ -152,9 +183,20 @@ def planner(config):
     return plans.Planner(config, chips.of_kind("TPU v5 lite"), state)
 
 
+def with_train(config, **fields):
+    """The config with other fields of `train`."""
+    return config.model_copy(update={"train": config.train.model_copy(update=fields)})
+
+
+def on_mesh(config, **sizes):
+    """The config with other sizes of its mesh."""
+    return config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
+
+
 def test_plans_divide_rows_heads_and_positions():
     """Fails if a mesh is offered that train.py refuses, or state bytes are not those of the shards."""
     config = load_configs("configs/debug.py:lrkv")[1]  # 2 heads, 8 rows of 32 tokens
+    config = with_train(config, loss_chunks=4)
     made = planner(config).plans(16)
     assert made
     assert {plan.remat for plan in made} == {"none", "dots", "full"}
@@ -163,6 +205,8 @@ def test_plans_divide_rows_heads_and_positions():
         assert mesh.data * mesh.fsdp * mesh.tensor * mesh.context == 16
         assert 8 % (mesh.data * mesh.fsdp) == 0
         assert 2 % mesh.tensor == 0
+        assert 32 % (mesh.context * 4) == 0
+    assert max(plan.mesh.context for plan in made) == 8
     eight = next(plan for plan in planner(config).plans(8) if plan.mesh.fsdp == 4 and plan.mesh.tensor == 2)
     mesh = sharding.make_mesh(eight.mesh)
     state = aot.program_of(config).abstract_state(mesh)
@@ -186,6 +230,75 @@ def test_search_corrects_its_estimates(monkeypatch):
     podcheck.search(config, made, at, plans.REMATS, most=4)
     assert 1 <= len(tried) <= 4
     assert all(2 * plan.memory_bytes <= podcheck.ROOM * at.hbm for plan in tried[1:])
+
+
+def test_search_passes_over_a_refused_mesh(monkeypatch):
+    """Fails if one mesh that train.py refuses ends the search, or all of them leave no reason."""
+    config = load_configs("configs/debug.py:lrkv")[1]
+    made = planner(config)
+    first = made.plans(4)[0].mesh
+    at = podcheck.Target("v5e:2x2", jax.devices()[:4], chips.of_kind("TPU v5 lite"), 1.0)
+
+    def check(config, plan, at):
+        if plan.mesh == first:
+            raise UserError("refused")
+        return {"fits": True, "peak_bytes": 1, "step_seconds": 1.0, "plan": plan}
+
+    monkeypatch.setattr(podcheck, "check_training", check)
+    (row,) = podcheck.search(config, made, at, plans.REMATS, most=1)
+    assert row["plan"].mesh != first
+    monkeypatch.setattr(made, "meshes", lambda devices: [first])
+    with pytest.raises(UserError, match="refused"):
+        podcheck.search(config, made, at, plans.REMATS, most=1)
+
+
+def test_flags_say_every_axis_that_differs():
+    """Fails if an axis of one device, which the config's own mesh has otherwise, is left out of the command."""
+    config = on_mesh(load_configs("configs/debug.py:lrkv")[1], data=2, fsdp=4)
+    row = {"mesh": {"slices": 1, "data": 1, "fsdp": 1, "tensor": 2, "context": 1}, "remat": config.model.remat}
+    said = podcheck.train_command(["--config", "x.py", "--mesh.tensor=2"], row, config)
+    assert said == "python train.py --config x.py --mesh.tensor=2 --mesh.data 1 --mesh.fsdp 1"
+    plan = plans.Plan(sharding.MeshConfig(**row["mesh"]), row["remat"], 0, 0, 0.0, 0.0, 0.0)
+    assert podcheck.flags(plan, config) == "--mesh.data 1 --mesh.fsdp 1 --mesh.tensor 2"
+
+
+def test_slices_count():
+    """Fails if slices are forgotten: in the sum of gradients or in decoding's meshes; or if -1 passes."""
+    config = on_mesh(load_configs("configs/debug.py:lrkv")[1], slices=2)
+    made, meshes = planner(config), [sharding.MeshConfig(slices=slices, data=2 // slices) for slices in (1, 2)]
+    one, two = (made.ici_bytes(mesh, "none", 100) for mesh in meshes)
+    assert one == two > 0
+    found = decode_check.candidates(config, 8, 4)
+    assert [(mesh.slices, mesh.data, mesh.tensor) for mesh in found] == [(2, 2, 2)]
+    with pytest.raises(UserError, match="--batch 3"):
+        decode_check.candidates(config, 8, 3)
+    with pytest.raises(ValueError, match="slices"):
+        sharding.MeshConfig(slices=-1)
+
+
+DOCUMENTED = {
+    # of each supervisor's lines in docs/scale.md: the words that say how many devices there are
+    "gcloud": r"v5litepod-(\d+)",
+    "xpk": r"v5litepod-(\d+) --num-slices (\d+)",
+    "srun": r"--nodes=(\d+) --ntasks-per-node=(\d+)",
+}
+
+
+@pytest.mark.parametrize("supervisor", DOCUMENTED)
+def test_documented_meshes_divide(supervisor):
+    """Fails if a command in docs/scale.md is one that train.py refuses on the devices that stand beside it."""
+    blocks = [block for block in Path("docs/scale.md").read_text().split("\n\n") if block.startswith("    # ")]
+    (text,) = (block.replace("\\\n", " ") for block in blocks if f"{supervisor} " in block)
+    devices = math.prod(map(int, re.search(DOCUMENTED[supervisor], text).groups()))
+    args = re.search(r"python train\.py ([^\"|\n]*)", text).group(1).replace("gs://BUCKET", "runs")
+    config = parse_command("train.py", "", args.split()).config
+    sizes = config.mesh.model_dump()
+    data, rest = divmod(devices, -math.prod(sizes.values()))  # data is -1: what is left
+    assert (sizes["data"], rest) == (-1, 0)
+    mesh = sharding.MeshConfig(**sizes | {"data": data})
+    made = planner(config)
+    assert mesh in list(made.meshes(devices))
+    assert made.of_mesh(mesh, devices)
 
 
 @needs_libtpu

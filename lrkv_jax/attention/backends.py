@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 
 import jax
@@ -164,7 +165,7 @@ def cudnn(
             q, k, v, mask=mask, scale=scale, is_causal=first is None, implementation="cudnn"
         )
     except (NotImplementedError, RuntimeError) as error:
-        raise UserError(f"attention.implementation = cudnn: {error} Use chunked") from error
+        raise UserError(f"attention.implementation = cudnn, or auto: {error} Use chunked") from error
     return out[..., :width]
 
 
@@ -172,7 +173,8 @@ def _gpu_generation() -> float:
     """Compute capability of this machine's GPU; 8.0 (A100) where there is none, as JAX itself assumes."""
     if jax.default_backend() != "gpu":
         return 8.0
-    return float(jax.local_devices()[0].compute_capability)
+    capability = str(jax.local_devices()[0].compute_capability)
+    return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0  # AMD's are called otherwise
 
 
 def _pad(array: Array, axis: int, multiple: int = LANES) -> Array:
