@@ -44,7 +44,7 @@ class Decoder:
         batch: int,
         slots: int,
         vocab: int | None = None,
-        implementation: kernels.Implementation | None = None,
+        implementation: str | None = None,
         block: int | None = None,
         interpret: bool = False,
     ):
@@ -76,12 +76,12 @@ class Decoder:
             tensor=mesh.shape["tensor"],
         )
         self.allowed = jnp.asarray(drawable(program, vocab))
-        with jax.set_mesh(mesh):
-            self.weights = None if params is None else jax.jit(self._prepare)(params)
         state = self.abstract_state()
         placed = jax.tree.map(lambda leaf: leaf.sharding, state)
         if params is not None:
             cache.check_memory(state["caches"], f"slots = {slots}: a cache of {batch} rows")
+        with jax.set_mesh(mesh):
+            self.weights = None if params is None else jax.jit(self._prepare)(params)
         compiled = functools.partial(jax.jit, donate_argnums=1)
         self._empty_state = jax.jit(self.empty_state, out_shardings=placed)
         self._prefill = compiled(self.prefill, out_shardings=placed)

@@ -108,19 +108,15 @@ def bytes_of(cache: Any) -> int:
 
 
 def check_memory(caches: Any, what: str) -> None:
-    """Raises UserError where abstract caches, with their shardings if they have some, can't fit a device's memory.
-
-    That of a CPU is the machine's.
-    """
-
-    def held(leaf: jax.ShapeDtypeStruct) -> int:
-        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-        return math.prod(shape) * leaf.dtype.itemsize
-
-    device = jax.local_devices()[0]
-    needed = sum(map(held, jax.tree.leaves(caches)))
-    if device.platform == "cpu":
-        limit, needed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), needed * jax.local_device_count()
+    """Raises UserError where abstract caches, with their shardings if they have some, can't fit a device's memory."""
+    device, needed = jax.local_devices()[0], 0
+    for leaf in jax.tree.leaves(caches):
+        shape, holders = leaf.shape, 1
+        if leaf.sharding is not None:
+            shape, holders = leaf.sharding.shard_shape(shape), len(leaf.sharding.device_set)
+        needed += math.prod(shape) * leaf.dtype.itemsize * (holders if device.platform == "cpu" else 1)
+    if device.platform == "cpu":  # its devices share the machine's memory
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         limit = (device.memory_stats() or {}).get("bytes_limit", math.inf)
     if needed > limit:
