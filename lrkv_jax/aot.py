@@ -39,9 +39,17 @@ class OutOfMemory(Exception):
         super().__init__(f"needs {needed:.4g} of {available:.4g} bytes")
         self.needed, self.available = needed, available
 
+    def report(self) -> dict[str, Any]:
+        """What a plan's row says of it."""
+        return {"peak_bytes": self.needed, "available_bytes": self.available, "why": "the compiled program takes"}
+
 
 class Refused(Exception):
     """The compiler can't make this program for this topology; the message is its own, in one line."""
+
+    def report(self) -> dict[str, Any]:
+        """What a plan's row says of it."""
+        return {"peak_bytes": None, "why": f"the compiler refuses this mesh: {self}"}
 
 
 def prepare_environment() -> None:

@@ -84,14 +84,8 @@ def check_mesh(mesh: MeshConfig, decoder: Decoder, held: dict[str, int], at: Any
     try:
         with jax.set_mesh(decoder.mesh):
             program = aot.compiled(step, weights, state, tokens)
-    except aot.OutOfMemory as error:
-        return row | {
-            "peak_bytes": error.needed,
-            "available_bytes": error.available,
-            "why": "the compiled program takes",
-        }
-    except aot.Refused as error:
-        return row | {"peak_bytes": None, "why": f"the compiler refuses this mesh: {error}"}
+    except (aot.OutOfMemory, aot.Refused) as error:
+        return row | error.report()
     memory, costs = compiled.memory(program), compiled.costs(program)
     carried = sum(c.times * c.carried for c in costs.collectives)
     bandwidth = at.chip.hbm_bandwidth / at.per_chip

@@ -130,14 +130,8 @@ def check_training(config: RunConfig, plan: Plan, at: Target) -> dict[str, Any]:
         return row | {"peak_bytes": plan.least_bytes, "why": "parameters, gradients and optimizer state alone take"}
     try:
         program = aot.compile_training(chosen, at.devices)
-    except aot.OutOfMemory as error:
-        return row | {
-            "peak_bytes": error.needed,
-            "available_bytes": error.available,
-            "why": "the compiled program takes",
-        }
-    except aot.Refused as error:
-        return row | {"peak_bytes": None, "why": f"the compiler refuses this mesh: {error}"}
+    except (aot.OutOfMemory, aot.Refused) as error:
+        return row | error.report()
     memory, costs = compiled.memory(program), compiled.costs(program)
     tokens = config.train.batch_size * config.data.context
     flops = accounting.train_flops_per_token(config) * tokens
