@@ -2,7 +2,8 @@
 
     python eval.py RUN_DIR [--split test|validation] [--step newest|best|N]
 
-The test split at the newest step goes to RUN_DIR/eval.json, anything else to RUN_DIR/eval-SPLIT-STEP.json.
+The test split at the newest step goes to RUN_DIR/eval.json, anything else to RUN_DIR/eval-SPLIT-STEP.json; sums by
+document beside it, in documents.json or documents-SPLIT-STEP.json.
 """
 
 from __future__ import annotations
@@ -44,10 +45,9 @@ def main() -> int:
         params, step = checkpoints.restore_params(abstract, which(options.step))
     result = report.score(config, program, params, step, store, mesh, options.split)
     if distributed.is_first():
-        print(report.table(result))
+        print(report.table(result.eval))
         default = options.split == "test" and options.step == "newest"
-        name = "eval.json" if default else f"eval-{options.split}-{options.step}.json"
-        rundir.write_json(options.run_dir / name, result)
+        result.write(options.run_dir, "" if default else f"-{options.split}-{options.step}")
     return 0
 
 

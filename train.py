@@ -108,7 +108,7 @@ def main() -> int:
         result = report.score(config, program, state["params"], step, store, mesh, "test")
         if distributed.is_first():
             figures.loss_curve(run_dir)
-            rundir.write_json(result_path, result)  # last: it says that the run is finished
+            result.write(run_dir)
     if distributed.is_first():
         print(report.table(rundir.read_json(result_path)))
     say(f"run directory  {run_dir}")

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from lrkv_jax import accounting, distributed
+from lrkv_jax import accounting, distributed, rundir
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import Store, ngram_cross_entropy
 from lrkv_jax.evaluate import evaluate, make_eval_step
 from lrkv_jax.step import Program
+from lrkv_jax.storage import AnyPath
 
 
-def score(config: RunConfig, program: Program, params: Any, step: int, store: Store, mesh: Mesh, split: str) -> dict:
-    """Every field of eval.json for a split, its parameters being those after `step` steps."""
+class Result(NamedTuple):
+    """What a scored split leaves in the run directory."""
+
+    eval: dict[str, Any]
+    """Every field of eval.json."""
+    documents: dict[str, Any]
+    """Nats, scored tokens and UTF-8 bytes of each document, in the split's order: what a paired comparison needs."""
+
+    def write(self, run_dir: AnyPath, suffix: str = "") -> None:
+        """eval.json comes last, since its presence says that the run is finished."""
+        rundir.write_json(run_dir / f"documents{suffix}.json", self.documents, indent=None)
+        rundir.write_json(run_dir / f"eval{suffix}.json", self.eval)
+
+
+def score(config: RunConfig, program: Program, params: Any, step: int, store: Store, mesh: Mesh, split: str) -> Result:
+    """Scores a split; the parameters are those after `step` steps."""
     with jax.set_mesh(mesh):
         eval_step, windows = make_eval_step(program, mesh), store.windows(split)
         progress = f"score {split}" if distributed.is_first() else None
@@ -23,7 +38,7 @@ def score(config: RunConfig, program: Program, params: Any, step: int, store: St
     unigram, bigram = distributed.agreed(lambda: ngram_cross_entropy(store, split))
     costs = accounting.accounts(config)
     tokens = step * config.train.batch_size * config.data.context
-    return {
+    result = {
         "family": config.family,
         "split": split,
         "step": step,
@@ -37,6 +52,8 @@ def score(config: RunConfig, program: Program, params: Any, step: int, store: St
         "train_tokens": tokens,
         "train_flops": tokens * costs.train_flops_per_token,
     }
+    by_document = {name: values.tolist() for name, values in found._asdict().items()}
+    return Result(result, {"split": split, "step": step, **by_document})
 
 
 def table(result: dict[str, Any]) -> str:

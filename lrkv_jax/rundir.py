@@ -133,10 +133,10 @@ def lock(run_dir: AnyPath) -> None:
 _held: list[IO[str]] = []  # locks of this process; closing a file would give its lock back
 
 
-def write_json(path: AnyPath, value: Any) -> None:
+def write_json(path: AnyPath, value: Any, indent: int | None = 2) -> None:
     """Writes JSON so that a reader sees the old file or the new one, never half of it."""
     try:
-        write_atomically(path, f"{json.dumps(value, indent=2)}\n".encode())
+        write_atomically(path, f"{json.dumps(value, indent=indent)}\n".encode())
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
 
