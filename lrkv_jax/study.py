@@ -135,7 +135,7 @@ def cost(config: RunConfig, kind: str) -> float:
         "cache": found.cache_bytes_per_token,
         "flops": found.train_flops_per_token * tokens,
     }
-    return costs[kind]
+    return float(costs[kind])
 
 
 def match_parameters(config: RunConfig, reference: RunConfig) -> RunConfig:
