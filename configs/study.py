@@ -5,8 +5,8 @@
     python -m lrkv_jax.figures results/study --out figures          figures 1 to 4, a table, every number as CSV
 
 H=6, C=32, D=192, 6 layers, context 256, 4.1M tokens of the standard library's source with its tests, vocabulary 4096.
-R, L and K stand to C, D and H as the paper's do, so that shares of the cache are the paper's, before QK-norm's scales and
-the rotary key. 41 runs of 4.1M parameters, each about ten minutes on one core of a shared cloud CPU in bfloat16.
+R, L and K stand to C, D and H as the paper's do, so that shares of the cache are the paper's, before QK-norm's scales
+and the rotary key. 41 runs of 4.1M parameters, each about ten minutes on one core of a shared cloud CPU in bfloat16.
 
 Rates: Muon's was chosen among three for each of the five families (configs/study_rates.py, results/study_rates/), the
 embedding's is lowered from the paper's 0.2 to 0.02, since each token is seen a thousand times as rarely.

@@ -8,7 +8,9 @@ nothing else; what is said to be matched (parameters, cache bytes, training FLOP
 from __future__ import annotations
 
 import runpy
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import pydantic
@@ -57,7 +59,7 @@ class Study(NamedTuple):
     """In the order of running."""
     comparisons: tuple[Comparison, ...]
     """Every run must be in one."""
-    labels: dict[str, str] = {}
+    labels: Mapping[str, str] = MappingProxyType({})
     """How figures and tables write a run; its name where none is given."""
     seed_sd: float = 0.01
     """Standard deviation over seeds of the test CE that is expected before any is measured, nats/token."""
@@ -148,7 +150,7 @@ def match_parameters(config: RunConfig, reference: RunConfig) -> RunConfig:
 
 
 def match_cache(config: RunConfig, reference: RunConfig) -> RunConfig:
-    """The config with the rank, latent or number of key/value heads whose cache bytes are nearest to the reference's."""
+    """The config with the rank, latent or key/value heads whose cache bytes are nearest to the reference's."""
     knob = CACHE_KNOBS.get(config.attention.family, "kv_heads")
     heads, head_dim = config.attention.heads, config.attention.head_dim
     steps = [k for k in range(1, heads + 1) if heads % k == 0] if knob == "kv_heads" else range(1, 2 * heads * head_dim)
