@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend import core as jex
+from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
@@ -22,6 +23,7 @@ from lrkv_jax import attention
 from lrkv_jax.attention import cache, kernels
 from lrkv_jax.attention.base import AttentionBase, AttentionConfig
 from lrkv_jax.config import RunConfig
+from lrkv_jax.layers import Role
 from lrkv_jax.sharding import MESH_AXES, sharding_of
 from lrkv_jax.step import Program, Tokens, make_program
 from lrkv_jax.transformer import ModelConfig
@@ -34,6 +36,8 @@ class Accounts(NamedTuple):
     """All parameters, embeddings included."""
     embedding_parameters: int
     """Those of embedding and unembedding."""
+    trained_parameters: int
+    """Those that are not frozen."""
     cache_values_per_token_per_layer: int
     """Numbers kept of each token in one layer."""
     cache_bytes_per_token: int
@@ -46,8 +50,9 @@ class Accounts(NamedTuple):
 
 def accounts(config: RunConfig) -> Accounts:
     """The accounts of a run's model."""
-    params = abstract_parameters(config)
-    sizes = dict.fromkeys(("embed", "unembed", "matrix", "vector"), 0)
+    program = textless_program(config)
+    params = program.abstract_params()
+    sizes = dict.fromkeys(get_args(Role), 0)
     for param in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, nnx.Param)):
         sizes[param.role] += math.prod(param.get_value().shape)
     values, size = cache_per_token(config.model, config.attention)
@@ -56,6 +61,7 @@ def accounts(config: RunConfig) -> Accounts:
     return Accounts(
         parameters=sum(sizes.values()),
         embedding_parameters=sizes["embed"] + sizes["unembed"],
+        trained_parameters=sum(leaf.size for leaf in jax.tree.leaves(program.split(params)[0])),
         cache_values_per_token_per_layer=values,
         cache_bytes_per_token=size * config.model.layers,
         cache_percent_of_mha=100 * size / cache_per_token(config.model, mha)[1],
@@ -124,8 +130,10 @@ def train_flops_per_token(config: RunConfig) -> float:
     )
     tokens = jax.ShapeDtypeStruct((1, config.data.context + 1), jnp.int32)
     program = textless_program(plain)
-    jaxpr = jax.make_jaxpr(program.gradient)(abstract_parameters(plain), tokens)
-    return dot_flops(jaxpr.jaxpr) / config.data.context
+    jaxpr = jax.make_jaxpr(program.gradient)(abstract_parameters(plain), tokens).jaxpr
+    # Autodiff also writes the gradients of frozen weights, which nothing reads and no compiler keeps.
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return dot_flops(jaxpr) / config.data.context
 
 
 def dot_flops(jaxpr: jex.Jaxpr) -> int:
@@ -158,8 +166,9 @@ def subjaxprs(params: Any) -> Iterator[jex.Jaxpr]:
 
 
 def textless_program(config: RunConfig) -> Program:
-    """The program of a config without a corpus, for shapes, costs and speed: which ids begin and end is no matter."""
-    tokens = Tokens(begin=0, end=0, mask_documents=False)
+    """The program of a config without a corpus, for shapes, costs and speed: which ids begin and end documents does not
+    change what is compiled."""
+    tokens = Tokens(begin=0, end=0, mask_documents=config.data.isolated)
     return make_program(config.model, config.attention, config.train, config.optimizer, tokens)
 
 
@@ -175,6 +184,7 @@ def dry_run(config: RunConfig) -> str:
     rows = {
         "attention": f"{config.family} ({config.attention.family})",
         "parameters": f"{found.parameters:,} ({found.parameters - found.embedding_parameters:,} without embeddings)",
+        **({"trained": f"{found.trained_parameters:,} of them"} if found.trained_parameters < found.parameters else {}),
         "KV cache": f"{found.cache_values_per_token_per_layer:,} values/token/layer, "
         f"{found.cache_bytes_per_token:,} bytes/token ({config.model.dtype}), "
         f"{found.cache_percent_of_mha:.1f} % of MHA",

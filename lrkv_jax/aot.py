@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from lrkv_jax import sharding
+from lrkv_jax.accounting import textless_program
 from lrkv_jax.config import RunConfig
 from lrkv_jax.fit import check_fit
 from lrkv_jax.settings import UserError
-from lrkv_jax.step import Program, Tokens, compile_train_step, make_program
+from lrkv_jax.step import compile_train_step
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -77,12 +78,6 @@ def topology_devices(name: str, slices: int = 1) -> list[jax.Device]:
         ) from None
 
 
-def program_of(config: RunConfig) -> Program:
-    """The run's program without its corpus: which ids begin and end documents does not change what is compiled."""
-    tokens = Tokens(begin=0, end=0, mask_documents=config.data.document_mask)
-    return make_program(config.model, config.attention, config.train, config.optimizer, tokens)
-
-
 def compile_training(config: RunConfig, devices: list[jax.Device]) -> jax.stages.Compiled:
     """The training step that train.py runs, donated and sharded, compiled for these devices.
 
@@ -90,7 +85,7 @@ def compile_training(config: RunConfig, devices: list[jax.Device]) -> jax.stages
     """
     mesh = sharding.make_mesh(config.mesh, devices)
     check_fit(config, mesh)
-    abstract, step = compile_train_step(program_of(config), mesh)
+    abstract, step = compile_train_step(textless_program(config), mesh)
     shape = (config.train.batch_size, config.data.context + 1)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding.batch_sharding(mesh))
     with jax.set_mesh(mesh):

@@ -133,9 +133,12 @@ class Checkpointer:
                     logger.warning("checkpoint passed over, %s", reasons[-1])
         if which == "newest" and not reasons:
             return None
+        raise self._none(which, reasons)
+
+    def _none(self, which: int | str, reasons: list[str]) -> UserError:
         fault = f"unreadable ({'; '.join(reasons)})" if reasons else "missing"
         there = f"{self._root} has steps {self.steps()} and best {self.best_step()}"
-        raise UserError(f"checkpoint {which} is {fault}; {there}")
+        return UserError(f"checkpoint {which} is {fault}; {there}")
 
     def restore_params(self, template: PyTree, which: int | str = "newest") -> tuple[PyTree, int]:
         """The entry `params` of the state alone, and its step; as `restore`, but no checkpoint is an error too."""
@@ -144,6 +147,21 @@ class Checkpointer:
             raise UserError(f"{self._root} holds no checkpoint")
         state, step = restored
         return state["params"], step
+
+    def look_up(self, entry: str, which: int | str = "newest") -> tuple[int, dict[str, Any], AnyPath]:
+        """What reading an entry of the state would find: step, arrays by name (shape, dtype, checksum), directory.
+
+        Reads no array. Raises UserError where there is no such checkpoint, or each lacks a readable manifest.
+        """
+        reasons = []
+        shelves = {"newest": self._newest, "best": self._best}
+        for step, name in self._candidates(which):
+            shelf = shelves[name]
+            reason, arrays = shelf.look(step)
+            if not reason:
+                return step, {name: of for name, of in arrays.items() if name.startswith(f"{entry}.")}, shelf.path(step)
+            reasons.append(f"{shelf.path(step)}: {reason}")
+        raise self._none(which, reasons)
 
     def wait(self) -> None:
         """Returns when every save is on disk. Raises UserError with the reason if one failed."""
@@ -228,7 +246,7 @@ class Shelf:
             raise
 
     def _read(self, step: int, template: PyTree) -> PyTree:
-        reason, stored = agreed(lambda: self._look(step))
+        reason, stored = agreed(lambda: self.look(step))
         if reason:
             raise Damaged(reason)
         prefixes = tuple(f"{key}." for key in template)
@@ -242,7 +260,7 @@ class Shelf:
                 raise Damaged(f"the data of {short(name)} do not match their checksum")
         return state
 
-    def _look(self, step: int) -> tuple[str, dict[str, Any]]:
+    def look(self, step: int) -> tuple[str, dict[str, Any]]:
         """Why a step is not usable, else "" and what its manifest says of the arrays."""
         try:
             return self.complaint(step) or "", self.manifest(step)["arrays"]
@@ -337,7 +355,9 @@ def _read_arrays(path: AnyPath, template: PyTree) -> tuple[PyTree, str]:
     try:
         with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
             return reader.restore(path, args=ocp.args.Composite(**{STATE: arguments}))[STATE], ""
-    except UNREADABLE as error:
+    except Exception as error:
+        if not isinstance(error, UNREADABLE) and not storage.is_clients(error):
+            raise
         return None, _reason(error)
 
 

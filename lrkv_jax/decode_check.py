@@ -58,7 +58,7 @@ def candidates(config: RunConfig, devices: int, batch: int) -> list[MeshConfig]:
 def decoder(config: RunConfig, devices: list[jax.Device], length: int, batch: int) -> Decoder:
     """A decoder of shapes alone."""
     mesh = sharding.make_mesh(config.mesh, devices)
-    return Decoder(aot.program_of(config), None, mesh, batch=batch, slots=length)
+    return Decoder(accounting.textless_program(config), None, mesh, batch=batch, slots=length)
 
 
 def holdings(decoder: Decoder) -> dict[str, int]:

@@ -59,12 +59,14 @@ def short(name: str) -> str:
 def compare(template: PyTree, stored: dict[str, dict[str, Any]], path: AnyPath) -> None:
     """Raises UserError that lists every array in which the template and the checkpoint differ."""
     wanted = named(template)
-    faults = [f"{short(name)} is not in the checkpoint" for name in wanted if name not in stored]
-    faults += [f"{short(name)} is in the checkpoint only" for name in stored if name not in wanted]
-    for name in wanted.keys() & stored.keys():
-        here = f"{wanted[name].dtype}{list(wanted[name].shape)}"
-        there = f"{stored[name]['dtype']}{stored[name]['shape']}"
-        if here != there:
-            faults.append(f"{short(name)} is {there} in the checkpoint, {here} in this configuration")
+    here = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in wanted.items()}
+    there = {name: f"{entry['dtype']}{entry['shape']}" for name, entry in stored.items()}
+    faults = [f"{short(name)} is not in the checkpoint, {here[name]} here" for name in here.keys() - there.keys()]
+    faults += [f"{short(name)} is in the checkpoint only, {there[name]}" for name in there.keys() - here.keys()]
+    faults += [
+        f"{short(name)} is {there[name]} in the checkpoint, {here[name]} in this configuration"
+        for name in here.keys() & there.keys()
+        if here[name] != there[name]
+    ]
     if faults:
         raise UserError(f"{path} does not fit: {'; '.join(sorted(faults))}")

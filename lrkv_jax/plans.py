@@ -23,7 +23,7 @@ import jax
 from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
-from lrkv_jax import accounting, aot, sharding
+from lrkv_jax import accounting, sharding
 from lrkv_jax.chips import Chip
 from lrkv_jax.config import RunConfig
 from lrkv_jax.settings import UserError
@@ -159,7 +159,7 @@ class Planner:
 
 def _update_flops(config: RunConfig, state: PyTree) -> int:
     """FLOPs of the products in the optimizer's update, on one device: Muon's."""
-    update = aot.program_of(config).optimizer.update
+    update = accounting.textless_program(config).optimizer.update
     jaxpr = jax.make_jaxpr(update)(state["params"], state["opt"], state["params"])
     return accounting.dot_flops(jaxpr.jaxpr)
 

@@ -277,7 +277,7 @@ def check(
     config: RunConfig, at: Target, args: list[str], most: int, *, fixed: bool, fixed_remat: bool
 ) -> dict[str, Any]:
     """The report on training: one mesh if it is fixed, else the search's."""
-    state = jax.eval_shape(aot.program_of(config).init_state, jax.random.key(0))
+    state = jax.eval_shape(accounting.textless_program(config).init_state, jax.random.key(0))
     planner = Planner(config, at.chip, state, at.per_chip)
     remats = (config.model.remat,) if fixed_remat or fixed else REMATS
     if fixed:

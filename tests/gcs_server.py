@@ -22,6 +22,7 @@ class Bucket(ThreadingHTTPServer):
         self.generations: dict[str, int] = {}
         self.uploads: dict[str, bytearray] = {}
         self.unknown: list[str] = []
+        self.denied = False  # whether to refuse everything, as to an account without rights
         self.lock = threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -96,6 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def route(self, method, path, query, body):
         server = self.server
+        if server.denied:
+            return 403, {"error": {"code": 403, "message": "no access"}}
         path = re.sub(r"^/(download|upload)?/?storage/v1", "", path) if "storage/v1" in path else path
         if path == "/batch":
             return self.batch(body)

@@ -30,11 +30,12 @@ MUON = OptimizerConfig(name="muon", peak_lr=0.02, embed_lr=0.01, unembed_lr=0.00
 
 
 def program(family="lrkv", optimizer=ADAMW, *, train=None, tokens=None, **model):
-    """The program of a small run; `model` and `train` override fields."""
+    """The program of a small run; `family` is a name or a config, `model` and `train` override fields."""
     train = {"steps": 10, "batch_size": B, "loss_chunks": 2, **(train or {})}
     config = ModelConfig(**{"layers": 2, "width": 16, "vocab": V, "scan_layers": True, **model})
     tokens = tokens or Tokens(BEGIN, END, False)
-    return make_program(config, FAMILIES[family], TrainConfig(**train), optimizer, tokens)
+    family = FAMILIES[family] if isinstance(family, str) else family
+    return make_program(config, family, TrainConfig(**train), optimizer, tokens)
 
 
 @functools.cache

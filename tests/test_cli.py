@@ -13,12 +13,15 @@ import jax
 import numpy as np
 import pytest
 
+from eval import main as score
 from lrkv_jax import sharding
 from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import open_store
 from lrkv_jax.metrics import TIMINGS, read_rows
 from lrkv_jax.rundir import make_run_program
+from lrkv_jax.settings import command
+from train import main as train
 
 ROOT = Path(__file__).parent.parent
 DEBUG = ["--config", "configs/debug.py"]
@@ -53,6 +56,34 @@ def start(cache):
     return run
 
 
+@pytest.fixture
+def here(cache, monkeypatch, capsys):
+    """Runs a command in this process, on its eight devices; starting another takes seconds. Returns what it printed."""
+    monkeypatch.setenv("LRKV_CACHE", str(cache / "data"))
+    monkeypatch.chdir(ROOT)
+
+    def run(main, *args, status=0):
+        monkeypatch.setattr(sys, "argv", [f"{main.__module__}.py", *map(str, args)])
+        with pytest.raises(SystemExit) as stopped:
+            command(main)()
+        out, err = capsys.readouterr()
+        assert (stopped.value.code or 0) == status, err
+        return out, err
+
+    return run
+
+
+@pytest.fixture
+def mistake(here):
+    """Runs a command in this process that must end in one line, which is returned, and exit status 2."""
+
+    def run(main, *args):
+        out, err = here(main, *args, "--compile-cache", "off", status=2)
+        return the_line(out, err)
+
+    return run
+
+
 def finish(process, status=0):
     """Output of a command that must end with a status."""
     out, err = process.communicate(timeout=300)
@@ -60,9 +91,8 @@ def finish(process, status=0):
     return out, err
 
 
-def mistake(process):
+def the_line(out, err):
     """The one line that a mistake must end in."""
-    out, err = finish(process, status=2)
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in err, err
     assert len(lines) == 1, err
@@ -111,7 +141,7 @@ def history(run_dir):
 def whole_run(tmp_path_factory, start):
     """An uninterrupted run, which the killed ones are compared with."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    out, _ = finish(start("train.py", *LONG, "--run-dir", run_dir))
+    out, _ = finish(start("train.py", *LONG, "--run-dir", run_dir, "--profile", "2:3"))
     assert "test CE" in out
     return run_dir
 
@@ -124,7 +154,6 @@ def test_killed_run_continues_bit_for_bit(start, whole_run, tmp_path, cache, mon
     moments = [
         lambda: last_step(run_dir) >= 4,
         lambda: any(newest.glob("*orbax-checkpoint-tmp*")) and last_step(run_dir) >= 10,  # in the middle of a save
-        lambda: last_step(run_dir) >= 19,
         lambda: last_step(run_dir) >= 33,
     ]
     for moment in moments:
@@ -142,7 +171,7 @@ def test_killed_run_continues_bit_for_bit(start, whole_run, tmp_path, cache, mon
     assert ours == theirs
 
 
-def test_evaluation_alone_gives_the_same_bits(start, whole_run):
+def test_evaluation_alone_gives_the_same_bits(start, mistake, whole_run):
     """Bugs: eval.py needs more than the directory, or scores another model than training ended with."""
     before = json.loads((whole_run / "eval.json").read_text())
     (whole_run / "eval.json").unlink()
@@ -156,13 +185,13 @@ def test_evaluation_alone_gives_the_same_bits(start, whole_run):
     assert set(required.split()) <= before.keys()
     finish(start("eval.py", whole_run, "--split", "validation", "--step", "best"))
     assert json.loads((whole_run / "eval-validation-best.json").read_text())["split"] == "validation"
-    assert "checkpoint 7 is missing" in mistake(start("eval.py", whole_run, "--step", "7"))
+    assert "checkpoint 7 is missing" in mistake(score, whole_run, "--step", "7")
 
 
 def test_finished_run_only_prints_again(start, whole_run):
-    """Bug: a second run of the same command trains or scores again."""
+    """Bugs: a second run of the same command trains or scores again; what computes the same may not differ."""
     times = {path: path.stat().st_mtime_ns for path in whole_run.rglob("*") if path.is_file()}
-    out, _ = finish(start("train.py", *LONG, "--run-dir", whole_run))
+    out, _ = finish(start("train.py", *LONG, "--checkpoint.keep", "5", "--mesh.data", "1", "--run-dir", whole_run))
     assert "test CE" in out
     assert times == {path: path.stat().st_mtime_ns for path in whole_run.rglob("*") if path.is_file()}
 
@@ -179,17 +208,20 @@ def test_run_directory_holds_all(whole_run):
         "checkpoints",
         "eval.json",
     }
+    assert list((whole_run / "profile").rglob("*.xplane.pb"))  # --profile 2:3, for XProf
     assert (whole_run / "loss.png").read_bytes().startswith(b"\x89PNG")
     kinds = {(row["kind"], row.get("split")) for row in read_rows(whole_run / "metrics.jsonl")}
     assert kinds == {("train", None), ("eval", "validation")}
 
 
-def test_sigterm_saves_and_the_run_resumes(start, tmp_path):
-    """Bugs: the last finished step is lost, the status is not 143, or the same command can't go on."""
+def test_sigterm_saves_and_the_run_resumes(start, mistake, tmp_path):
+    """Bugs: the last finished step is lost, the status is not 143, or the same command can't go on; two runs of one
+    command at once interleave their metrics and remove each other's saves."""
     run_dir = tmp_path / "stopped"
     args = [*DEBUG, "--train.steps", "4000", "--checkpoint.every-steps", "4000", "--train.eval-every", "4000"]
     process = start("train.py", *args, "--run-dir", run_dir)
     wait_until(lambda: last_step(run_dir) >= 5, process)
+    assert "another process is training in it" in mistake(train, *args, "--run-dir", run_dir)
     process.send_signal(signal.SIGTERM)
     out, _ = finish(process, status=143)
     step = int(re.search(r"step (\d+) is saved", out).group(1))
@@ -209,20 +241,23 @@ def test_nan_stops_the_run_and_spares_the_checkpoints(start, tmp_path, cache, mo
     run_dir = tmp_path / "nan"
     args = [*DEBUG, "--checkpoint.every-steps", "1", "--run-dir", run_dir, "--model.logit-softcap", "None"]
     args += ["--optimizer.peak-lr", "1e38", "--optimizer.schedule", "constant"]
-    line = mistake(start("train.py", *args))
+    line = the_line(*finish(start("train.py", *args), status=2))
     assert re.search(r"at step (\d+) \(batch_at\(\d+\) of train.seed = 0\); last good checkpoint: (step|none)", line)
     for step in (run_dir / "checkpoints" / "newest").glob("[0-9]*"):
         for path, leaf in state_of(run_dir, int(step.name)).items():
             assert np.isfinite(leaf).all(), (step, path)
 
 
-def test_two_devices_and_then_one(start, tmp_path):
-    """Bugs: the last line of a run on several devices fails; it can't be resumed or scored on other devices."""
-    run_dir = tmp_path / "two"
+def test_two_devices_and_then_one_without_the_source(start, tmp_path):
+    """Bugs: the last line of a run on several devices fails; it can't be scored on other devices, or once the text that
+    it was made from has moved."""
+    text, run_dir = tmp_path / "text.jsonl", tmp_path / "two"
+    text.write_bytes((ROOT / "tests" / "text.jsonl").read_bytes())
     two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    out, _ = finish(start("train.py", *DEBUG, "--run-dir", run_dir, "--mesh.data", "2", **two))
+    out, _ = finish(start("train.py", *DEBUG, "--data.path", text, "--run-dir", run_dir, "--mesh.data", "2", **two))
     assert "test CE" in out
     on_two = json.loads((run_dir / "eval.json").read_text())
+    text.rename(tmp_path / "moved.jsonl")
     _, err = finish(start("eval.py", run_dir))
     assert "needs 2 devices; there are 1" in err
     on_one = json.loads((run_dir / "eval.json").read_text())
@@ -230,68 +265,47 @@ def test_two_devices_and_then_one(start, tmp_path):
         assert on_one[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
 
 
-def test_run_outlives_its_source(start, tmp_path):
-    """Bug: a finished run can't be scored once the text that it was made from has moved."""
-    text, run_dir = tmp_path / "text.jsonl", tmp_path / "run"
-    text.write_bytes((ROOT / "tests" / "text.jsonl").read_bytes())
-    finish(start("train.py", *DEBUG, "--data.path", text, "--run-dir", run_dir))
-    text.rename(tmp_path / "moved.jsonl")
-    finish(start("eval.py", run_dir))
-
-
-def test_one_process_trains_in_a_directory(start, tmp_path):
-    """Bug: two runs of the same command interleave their metrics and remove each other's saves."""
-    run_dir = tmp_path / "shared"
-    args = [*DEBUG, "--train.steps", "4000", "--checkpoint.every-steps", "4000", "--train.eval-every", "4000"]
-    first = start("train.py", *args, "--run-dir", run_dir)
-    wait_until(lambda: last_step(run_dir) >= 1, first)
-    assert "another process is training in it" in mistake(start("train.py", *args, "--run-dir", run_dir))
-    first.kill()
-    first.communicate()
-
-
-def test_dry_run_allocates_nothing_even_at_6_3b(start):
+def test_dry_run_allocates_nothing_even_at_6_3b(here):
     """Bug: accounting builds the model."""
-    out, _ = finish(start("train.py", "--config", "configs/lrkv_6_3b.py:mha", "--dry-run"))
+    out, _ = here(train, "--config", "configs/lrkv_6_3b.py:mha", "--dry-run")
     assert "6,854,541,312" in out
 
 
-def test_help_lists_the_flags(start):
+def test_help_lists_the_flags(here):
     """Bug: --help fails, or leaves out the flags that are not fields."""
-    out, _ = finish(start("train.py", "--help"))
+    out, _ = here(train, "--help")
     for flag in ("--config", "--run-dir", "--dry-run", "--train.steps", "--attention.rank", "--data.dataset"):
         assert flag in out
 
 
 @pytest.mark.parametrize(
-    ("script", "args", "says"),
+    ("main", "args", "says"),
     [
-        ("train.py", ["--train.stepz", "3"], "--train.stepz: no such flag; did you mean --train.steps"),
-        ("train.py", ["--data.dataset", "no_such_set"], "no_such_set"),
-        ("train.py", [*DEBUG, "--mesh.data", "2"], "needs 2 devices; there are 1"),
-        ("eval.py", ["/nowhere"], "/nowhere is no run directory"),
-        ("eval.py", ["/nowhere", "--splitt", "test"], "unrecognized arguments: --splitt"),
+        (train, ["--train.stepz", "3"], "--train.stepz: no such flag; did you mean --train.steps"),
+        (train, ["--data.dataset", "no_such_set"], "no_such_set"),
+        (train, [*DEBUG, "--mesh.data", "3"], "needs 3 devices; there are 8"),
+        (score, ["/nowhere"], "/nowhere is no run directory"),
+        (score, ["/nowhere", "--splitt", "test"], "unrecognized arguments: --splitt"),
     ],
 )
-def test_mistakes_end_in_one_line(start, tmp_path, script, args, says):
+def test_mistakes_end_in_one_line(mistake, tmp_path, main, args, says):
     """Bug: a bare traceback, or status 0, for a user's mistake. Every other refusal is tested where it is raised."""
-    if script == "train.py":
+    if main is train:
         args = [*args, "--run-dir", tmp_path / "never"]
-    assert says in mistake(start(script, *args))
+    assert says in mistake(main, *args)
     assert not (tmp_path / "never" / "config.json").exists()
 
 
-def test_another_config_is_refused(start, whole_run, cache):
-    """Bug: a run continues with other mathematics; or nothing may differ, not even what computes the same."""
+def test_another_config_is_refused(start, mistake, whole_run):
+    """Bug: a run continues with other mathematics, or in a directory that holds something else."""
     config = (whole_run / "config.json").read_bytes()
-    line = mistake(start("train.py", *LONG, "--attention.rank", "2", "--run-dir", whole_run))
+    line = the_line(*finish(start("train.py", *LONG, "--attention.rank", "2", "--run-dir", whole_run), status=2))
     assert "attention.rank = 2 (the run has 3)" in line
-    line = mistake(start("train.py", "--config", "configs/debug.py:mla", "--run-dir", whole_run))
+    line = mistake(train, "--config", "configs/debug.py:mla", "--run-dir", whole_run)
     assert "attention.family = mla (the run has lrkv)" in line
-    finish(start("train.py", *LONG, "--checkpoint.keep", "5", "--mesh.data", "1", "--run-dir", whole_run))
     assert config == (whole_run / "config.json").read_bytes()
     other = whole_run.parent / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("mine")
-    assert "holds thesis.txt and no config.json" in mistake(start("train.py", *DEBUG, "--run-dir", other))
+    assert "holds thesis.txt and no config.json" in mistake(train, *DEBUG, "--run-dir", other)
     assert [path.name for path in other.iterdir()] == ["thesis.txt"]

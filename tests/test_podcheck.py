@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lrkv_jax import aot, chips, compiled, decode_check, hlo, plans, podcheck, sharding
+from lrkv_jax import accounting, aot, chips, compiled, decode_check, hlo, plans, podcheck, sharding
 from lrkv_jax.config import load_configs, parse_command
 from lrkv_jax.settings import UserError
 
@@ -179,7 +179,7 @@ def test_peak_of_a_device(kind, flops):
 
 
 def planner(config):
-    state = jax.eval_shape(aot.program_of(config).init_state, jax.random.key(0))
+    state = jax.eval_shape(accounting.textless_program(config).init_state, jax.random.key(0))
     return plans.Planner(config, chips.of_kind("TPU v5 lite"), state)
 
 
@@ -209,7 +209,7 @@ def test_plans_divide_rows_heads_and_positions():
     assert max(plan.mesh.context for plan in made) == 8
     eight = next(plan for plan in planner(config).plans(8) if plan.mesh.fsdp == 4 and plan.mesh.tensor == 2)
     mesh = sharding.make_mesh(eight.mesh)
-    state = aot.program_of(config).abstract_state(mesh)
+    state = accounting.textless_program(config).abstract_state(mesh)
     local = [math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(state["params"])]
     assert eight.parameter_bytes == sum(local)
 

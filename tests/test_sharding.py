@@ -46,10 +46,12 @@ def test_heads_must_divide():
     assert sharding.sharding_of((16, 1, 8), ("embed", "kv_heads", "head_dim"), mesh).is_fully_replicated
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_devices_hold_their_share(family):
+@pytest.mark.parametrize(
+    ("family", "scan"), [(family, True) for family in FAMILIES] + [(family, False) for family in ("mqa", "mla", "lrkv")]
+)
+def test_devices_hold_their_share(family, scan):
     """Bug: a spec that says sharded on an array that is whole everywhere; moments left replicated."""
-    prog = program(family)
+    prog = program(family, scan_layers=scan)
     mesh = sharding.make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
     with jax.set_mesh(mesh):
         abstract = prog.abstract_state(mesh)

@@ -1,5 +1,8 @@
 """The training step: golden losses, accumulation, document masks, scanned and unrolled layers, meshes."""
 
+import functools
+from typing import Any, NamedTuple
+
 import chex
 import jax
 import models
@@ -13,25 +16,36 @@ from lrkv_jax.sharding import MeshConfig
 from lrkv_jax.step import Program, Tokens, compile_train_step
 
 
-def run(prog, mesh_config=None, steps=3):
-    """Losses of some steps on a mesh (None: one device without a mesh), and the last parameters."""
-    if mesh_config is None:
-        state, step = prog.init_state(jax.random.key(0)), jax.jit(prog.train_step)
-        return advance(state, step, steps, lambda tokens: tokens)
-    mesh = sharding.make_mesh(mesh_config)
+class Run(NamedTuple):
+    """What came of some steps: losses, and the state's arrays before and after them, on the host."""
+
+    losses: list[float]
+    fresh: dict[str, Any]
+    after: dict[str, Any]
+
+
+def run(prog, mesh):
+    """Five steps on a mesh; each loss is fetched before the next step, since fake devices deadlock otherwise."""
     with jax.set_mesh(mesh):
         abstract, step = compile_train_step(prog, mesh)
         state = jax.jit(prog.init_state, out_shardings=sharding.shardings(abstract))(jax.random.key(0))
-        return advance(state, step, steps, lambda tokens: jax.device_put(tokens, sharding.batch_sharding(mesh)))
+        fresh, old, losses = host(state), jax.tree.leaves(state), []
+        for seed in range(5):
+            state, metrics = step(state, jax.device_put(batch(seed), sharding.batch_sharding(mesh)))
+            losses.append(float(metrics["loss"]))
+    assert all(leaf.is_deleted() for leaf in old if leaf.ndim), "not donated"
+    return Run(losses, fresh, host(state))
 
 
-def advance(state, step, steps, place):
-    """Losses and last parameters; each loss is fetched before the next step (fake devices deadlock otherwise)."""
-    losses = []
-    for seed in range(steps):
-        state, metrics = step(state, place(batch(seed)))
-        losses.append(float(metrics["loss"]))
-    return losses, state["params"]
+def host(state):
+    """A copy that later steps leave as it is."""
+    return jax.tree.map(np.array, state)
+
+
+@functools.cache
+def alone(family, optimizer, **model):
+    """The run that others are compared with: on one device."""
+    return run(program(family, optimizer, **model), sharding.make_mesh(MeshConfig(), jax.devices()[:1]))
 
 
 # Recorded on 2026-11-30 on a CPU, the same with jax 0.12.0.1 and 0.10.2; they change with the model's mathematics, init
@@ -46,17 +60,23 @@ GOLDEN = {
 @pytest.mark.parametrize("family", GOLDEN)
 def test_golden_losses(family):
     """Bug: anything that changes the numbers of a run without meaning to."""
-    losses, _ = run(program(family, models.MUON))
-    np.testing.assert_allclose(losses, GOLDEN[family], rtol=2e-5)
+    np.testing.assert_allclose(alone(family, MUON).losses[:3], GOLDEN[family], rtol=2e-5)
+
+
+@functools.cache
+def plain():
+    """Parameters of the default program, and its compiled gradient."""
+    prog = program()
+    return prog.init_state(jax.random.key(0))["params"], jax.jit(prog.gradient)
 
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_microbatches_give_the_big_batch_gradient(parts):
     """Bug: a mean of means, which differs where portions hold unequal counts of scored tokens."""
     tokens = batch(5).at[0].set(BEGIN)  # this row scores nothing
-    whole, split = program(), program(train={"microbatches": parts})
-    params = whole.init_state(jax.random.key(0))["params"]
-    one, nats_one, count_one = jax.jit(whole.gradient)(params, tokens)
+    split = program(train={"microbatches": parts})
+    params, gradient = plain()
+    one, nats_one, count_one = gradient(params, tokens)
     many, nats_many, count_many = jax.jit(split.gradient)(params, tokens)
     assert count_one == count_many < B * T
     np.testing.assert_allclose(nats_one, nats_many, rtol=1e-6)
@@ -94,12 +114,11 @@ def test_document_mask_scores_documents_as_if_alone(family):
 )
 def test_how_layers_run_changes_nothing(options):
     """Bug: a scan that feeds layers another's weights; a remat that recomputes something else."""
-    plain, other = program(), program(**options)
-    params = plain.init_state(jax.random.key(0))["params"]
+    other, (params, gradient) = program(**options), plain()
     chex.assert_trees_all_equal(
         nnx.to_pure_dict(params), nnx.to_pure_dict(other.init_state(jax.random.key(0))["params"])
     )
-    expected, found = (jax.jit(prog.gradient)(params, batch()) for prog in (plain, other))
+    expected, found = gradient(params, batch()), jax.jit(other.gradient)(params, batch())
     chex.assert_trees_all_close(nnx.to_pure_dict(expected[0]), nnx.to_pure_dict(found[0]), atol=1e-6)
     np.testing.assert_allclose(expected[1], found[1], rtol=1e-6)
 
@@ -112,50 +131,46 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(("family", "optimizer"), [("mqa", ADAMW), ("mla", MUON), ("lrkv", ADAMW), ("lrkv", MUON)])
-def test_meshes_agree(family, optimizer, capfd):
+@pytest.mark.parametrize(
+    ("family", "optimizer", "scan", "meshes"),
+    [
+        ("lrkv", ADAMW, False, tuple(MESHES)),
+        ("lrkv", MUON, True, tuple(MESHES)),
+        ("mqa", ADAMW, True, ("2x4", "4x2")),  # its one head is on all devices
+        ("mla", MUON, False, ("4x2",)),
+    ],
+)
+def test_meshes_agree(family, optimizer, scan, meshes, capfd, monkeypatch):
     """Bugs: an init that depends on the mesh, a label on the wrong dimension, a gradient not summed over devices; Muon
-    orthogonalising shards; an activation that is gathered whole on its way."""
-    prog = program(family, optimizer)
-    losses, params = run(prog, steps=5)
-    fresh = nnx.to_pure_dict(jax.jit(prog.init_state)(jax.random.key(0))["params"])
-    for mesh_config in MESHES.values():
-        config = MeshConfig(**{"data": 1, **mesh_config})
-        mesh = sharding.make_mesh(config)
-        with jax.set_mesh(mesh):
-            abstract = prog.abstract_state(mesh)["params"]
-            init = jax.jit(lambda key: prog.init_state(key)["params"], out_shardings=sharding.shardings(abstract))
-            chex.assert_trees_all_equal(fresh, jax.device_get(nnx.to_pure_dict(init(jax.random.key(0)))))
-        found, moved = run(prog, config, steps=5)
-        np.testing.assert_allclose(found, losses, rtol=1e-5)
-        for a, b, start in zip(*(jax.tree.leaves(tree) for tree in (params, moved, fresh)), strict=True):
-            a, b, start = (np.asarray(x) for x in (a, b, start))
+    orthogonalising shards; an activation that is gathered whole on its way; a retrace at every step."""
+    whole = alone(family, optimizer, scan_layers=scan)
+    chex.clear_trace_counter()
+    monkeypatch.setattr(Program, "train_step", chex.assert_max_traces(Program.train_step, n=len(meshes)))
+    for name in meshes:
+        mesh = sharding.make_mesh(MeshConfig(**{"data": 1, **MESHES[name]}))
+        part = run(program(family, optimizer, scan_layers=scan), mesh)
+        chex.assert_trees_all_equal(part.fresh["params"], whole.fresh["params"])
+        np.testing.assert_allclose(part.losses, whole.losses, rtol=1e-5)
+        for a, b, start in zip(*map(parameters, (whole.after, part.after, whole.fresh)), strict=True):
             assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(a - start)
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
 
 
-def test_step_compiles_once_and_donates(monkeypatch):
-    """Bugs: a retrace at every step; the old state kept beside the new one."""
-    chex.clear_trace_counter()
-    monkeypatch.setattr(Program, "train_step", chex.assert_max_traces(Program.train_step, n=1))
-    prog = program()
-    mesh = sharding.make_mesh(MeshConfig())
-    with jax.set_mesh(mesh):
-        abstract, step = compile_train_step(prog, mesh)
-        state = jax.jit(prog.init_state, out_shardings=sharding.shardings(abstract))(jax.random.key(0))
-        old = jax.tree.leaves(state)
-        advance(state, step, 3, lambda tokens: jax.device_put(tokens, sharding.batch_sharding(mesh)))
-    assert all(leaf.is_deleted() for leaf in old if leaf.ndim)
+def parameters(state):
+    return jax.tree.leaves(state["params"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_learns(family):
-    """Bug: a parameter cut off from the loss, or one that the optimizer leaves out."""
-    prog = program(family)
-    before = prog.init_state(jax.random.key(0))["params"]
-    _, after = run(prog)
-    for (path, a), (_, b) in zip(nnx.to_flat_state(before), nnx.to_flat_state(after), strict=True):
-        assert np.abs(np.asarray(a.get_value()) - np.asarray(b.get_value())).max() > 0, path
+    """Bug: a parameter cut off from the loss, whose moments stay zero, or one that the optimizer leaves out."""
+    moved = alone(family, MUON if family in GOLDEN else ADAMW)
+    for (path, a), b in zip(nnx.to_flat_state(moved.fresh["params"]), parameters(moved.after), strict=True):
+        assert np.abs(a.get_value() - b).max() > 0, path
+    moments = [
+        leaf for leaf in jax.tree.leaves(moved.after["opt"], is_leaf=sharding.is_param) if sharding.is_param(leaf)
+    ]
+    assert len(moments) >= len(parameters(moved.after))
+    assert all(np.abs(moment.get_value()).max() > 0 for moment in moments)
 
 
 @pytest.mark.parametrize("model", [{}, {"norm_gain": True, "mlp": "swiglu", "tie_embeddings": True}])
