@@ -2,6 +2,7 @@
 
     python train.py                                            the default, configs/tiny.py, LRKV
     python train.py --config configs/tiny.py:mha --train.steps 1000 --run-dir runs/mine
+    python train.py --init-from runs/tiny-lrkv --data.dataset text_files --data.path ~/notes --run-dir runs/notes
 
 The same command again on a run directory resumes it; on a finished run it prints the result again. On several hosts,
 start the same command on each: docs/scale.md.
@@ -26,7 +27,9 @@ from lrkv_jax.config import Command, RunConfig, flatten, parse_command
 from lrkv_jax.data import Store
 from lrkv_jax.evaluate import evaluate, make_eval_step
 from lrkv_jax.fit import check_fit
+from lrkv_jax.initial import find_origin, initial_state
 from lrkv_jax.metrics import Metrics, NotFinite
+from lrkv_jax.origin import Origin
 from lrkv_jax.settings import UserError, command
 from lrkv_jax.step import Program, compile_train_step
 from lrkv_jax.storage import AnyPath
@@ -87,20 +90,21 @@ def main() -> int:
     """Command line to exit status: 0 done, 128 + signal when stopped, 2 for a mistake (one line on stderr)."""
     options = parse_command("train.py", __doc__)
     config, run_dir = options.config, options.run_dir
+    origin = find_origin(options)
     if options.dry_run:
         print(accounting.dry_run(config))
         return 0
     shared = flatten(config.model_dump(mode="json", exclude={"data": {"path", "tokenizer", "cache_dir"}}))
-    distributed.check_same(shared | {"--run-dir": str(run_dir)})
+    distributed.check_same(shared | {"--run-dir": str(run_dir), "--init-from": options.init_from})
     mesh = sharding.make_mesh(config.mesh)
     check_fit(config, mesh)
     profiling.keep_compiled(options.compile_cache, config.data.cache())
-    store = rundir.enter(run_dir, config)
+    store = rundir.enter(run_dir, config, origin)
     program = rundir.make_run_program(config, store)
     result_path = run_dir / "eval.json"
     if not distributed.agreed(lambda: finished(result_path, config)):
         with Stopped(mesh) as stopped:  # here only; preparing the data and scoring may be killed at any time
-            state, step = fit(options, store, program, mesh, stopped)
+            state, step = fit(options, origin, store, program, mesh, stopped)
         if stopped.signal:
             name = signal.Signals(stopped.signal).name
             say(f"stopped by {name}; step {step} is saved, the same command resumes")
@@ -126,8 +130,10 @@ def finished(result_path: AnyPath, config: RunConfig) -> bool:
     return result_path.exists() and rundir.read_json(result_path)["step"] == config.train.steps
 
 
-def fit(options: Command, store: Store, program: Program, mesh: Mesh, stopped: Stopped) -> tuple[dict[str, Any], int]:
-    """Trains from the newest checkpoint, or from scratch, to the last step or a signal; returns state and step.
+def fit(
+    options: Command, origin: Origin | None, store: Store, program: Program, mesh: Mesh, stopped: Stopped
+) -> tuple[dict[str, Any], int]:
+    """Trains from the newest checkpoint, its origin or scratch to the last step or a signal; returns state and step.
 
     Whatever decides here is the same in every process: step numbers, losses, and what process 0 has seen on the disk.
     """
@@ -140,12 +146,28 @@ def fit(options: Command, store: Store, program: Program, mesh: Mesh, stopped: S
     logging = log_options(config, mesh)
 
     with jax.set_mesh(mesh), contextlib.closing(Checkpointer(run_dir, config.checkpoint)) as checkpoints:
-        state, step = checkpoints.restore(abstract) or (fresh(program, abstract, train.seed), 0)
+        restored = checkpoints.restore(abstract)
+        state, step = restored or (initial_state(program, abstract, train.seed, origin), 0)
         stream = contextlib.closing(batches.iterate(step, rows))
-        log = Metrics(run_dir, step=step, **logging)
+        log = Metrics(run_dir, step=step, resumed=restored is not None, **logging)
         profile = profiling.Profile(run_dir, options.profile if distributed.is_first() else None)
+
+        def validate() -> None:
+            """Scores the validation split, and keeps the state if it is the best so far."""
+            log.settle()
+            with log.timed("eval"):
+                windows = store.windows("validation")
+                found = evaluate(
+                    eval_step, state["params"], windows, train.batch_size, mesh, limit=train.eval_windows
+                ).summary()
+            log.evaluation(step, "validation", found["ce"], found["bits_per_byte"])
+            with log.timed("checkpoint"):
+                checkpoints.save_best(step, state, found["ce"])
+
         try:
             with stream as batch, log, profile:
+                if origin is not None and restored is None:  # what its source knew; from here on it is not needed
+                    validate()
                 while step < train.steps and not stopped.before(step):
                     profile.before(step + 1, state)
                     with log.timed("data"):
@@ -154,15 +176,7 @@ def fit(options: Command, store: Store, program: Program, mesh: Mesh, stopped: S
                     step += 1
                     log.train(step, metrics)
                     if step % train.eval_every == 0 or step == train.steps:
-                        log.settle()
-                        with log.timed("eval"):
-                            windows = store.windows("validation")
-                            found = evaluate(
-                                eval_step, state["params"], windows, train.batch_size, mesh, limit=train.eval_windows
-                            ).summary()
-                        log.evaluation(step, "validation", found["ce"], found["bits_per_byte"])
-                        with log.timed("checkpoint"):
-                            checkpoints.save_best(step, state, found["ce"])
+                        validate()
                     if step % every == 0:
                         log.settle()
                         with log.timed("checkpoint"):
@@ -194,11 +208,6 @@ def log_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
         "peak_flops": chips.peak_flops(jax.devices()[0].device_kind),
         "writes": distributed.is_first(),
     }
-
-
-def fresh(program: Program, abstract: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The initial state, each device making its own part."""
-    return jax.jit(program.init_state, out_shardings=sharding.shardings(abstract))(jax.random.key(seed))
 
 
 if __name__ == "__main__":

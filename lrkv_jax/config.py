@@ -21,6 +21,7 @@ import pydantic
 import tyro
 
 from lrkv_jax import distributed, profiling, storage
+from lrkv_jax import origin as origins
 from lrkv_jax.attention import families
 from lrkv_jax.attention.base import AttentionConfig
 from lrkv_jax.checkpoint import CheckpointConfig
@@ -79,16 +80,44 @@ class RunConfig(Settings):
         """The same run with another attention."""
         return self.model_copy(update={"attention": attention})
 
+    def without_adapters(self) -> RunConfig:
+        """That of the model with its adapters merged; nothing is frozen, since their names are gone."""
+        model = self.model.model_copy(update={"lora_rank": 0})
+        optimizer = self.optimizer.model_copy(update={"freeze": ()})
+        return self.model_copy(update={"model": model, "optimizer": optimizer})
+
+    def for_fine_tuning(self, run_dir: AnyPath) -> RunConfig:
+        """What a run begins with that begins from this one, in `run_dir`: its model, attention, data and tokenizer.
+
+        Devices, length and optimizer are the new run's own: a few steps of AdamW at a rate that is gentle for any size.
+        """
+        shape = self.train.model_dump(include={"batch_size", "microbatches", "loss_chunks", "z_loss", "eval_windows"})
+        return RunConfig(
+            family=self.family,
+            model=self.model,
+            attention=self.attention.model_copy(update={"implementation": "auto"}),
+            data=self.data.model_copy(update={"tokenizer": str(run_dir / "tokenizer.json")}),
+            optimizer=OptimizerConfig(name="adamw", peak_lr=3e-4, warmup_steps=10),
+            train=TrainConfig(steps=200, eval_every=50, **shape),
+            checkpoint=CheckpointConfig(every_steps=50),
+        )
+
     @classmethod
     def load(cls, run_dir: AnyPath) -> RunConfig:
         """The resolved config of a run directory. Raises UserError where there is none, or it is not ours."""
         path = run_dir / "config.json"
         try:
-            return cls.model_validate_json(path.read_text())
+            return cls.parse(path.read_text(), path)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{run_dir} is no run directory: {path} is missing") from None
+
+    @classmethod
+    def parse(cls, content: str, source: AnyPath) -> RunConfig:
+        """A config written as JSON; `source` is its name in errors. Raises UserError where it is not ours."""
+        try:
+            return cls.model_validate_json(content)
         except pydantic.ValidationError as error:
-            raise UserError(f"{path}: {describe(error)}") from None
+            raise UserError(f"{source}: {describe(error)}") from None
 
     def check_resume(self, saved: RunConfig, run_dir: AnyPath) -> None:
         """Raises UserError naming the fields that differ from the run's own and may not."""
@@ -120,6 +149,8 @@ class Command(NamedTuple):
     """First and last step to trace."""
     compile_cache: str
     """As `profiling.keep_compiled` takes it."""
+    init_from: str
+    """The run to begin from, as origin.py reads it; empty for none."""
 
 
 def load_configs(reference: str) -> tuple[str, RunConfig]:
@@ -146,7 +177,10 @@ def parse_command(prog: str, doc: str, args: list[str] | None = None, *, trains:
     """
     args = sys.argv[1:] if args is None else args
     first = Parser(prog=prog, add_help=False, allow_abbrev=False)
-    first.add_argument("--config", default=DEFAULT_CONFIG, metavar="FILE[:KEY]", help="config file, and its entry")
+    first.add_argument("--config", metavar="FILE[:KEY]", help=f"config file, and its entry; default: {DEFAULT_CONFIG}")
+    first.add_argument(
+        "--init-from", default="", metavar="RUN_DIR[@STEP]", help="begin with that run's parameters, and its config"
+    )
     if trains:
         first.add_argument(
             "--run-dir", type=storage.path, metavar="DIR", help="or gs://...; default: runs/<file>-<key>"
@@ -156,17 +190,38 @@ def parse_command(prog: str, doc: str, args: list[str] | None = None, *, trains:
         profiling.add_cache_flag(first)
         distributed.add_flags(first)
     options, rest = first.parse_known_args(args)
-    name, default = load_configs(options.config)
+    run_dir = getattr(options, "run_dir", None)
+    if options.init_from and not options.config:
+        name, default = _source_config(options.init_from, run_dir, rest)
+    else:
+        name, default = load_configs(options.config or DEFAULT_CONFIG)
     config = parse_fields(prog, f"{doc}\n\n{first.format_help()}", default, rest)
-    # The run's later commands may start elsewhere.
-    places = {name: getattr(config.data, name) for name in ("path", "tokenizer", "cache_dir")}
-    places = {name: place for name, place in places.items() if place[:1] not in "~" and "://" not in place}
-    places = {name: str(Path(place).resolve()) for name, place in places.items()}
-    config = config.model_copy(update={"data": config.data.model_copy(update=places)})
+    if options.init_from and not config.data.tokenizer:
+        tokenizer = str(origins.parse(options.init_from)[0] / "tokenizer.json")
+        config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
+    run_dir = run_dir or Path("runs") / name
     if not trains:
-        return Command(config, Path("runs") / name, False, None, "off")
-    run_dir = options.run_dir or Path("runs") / name
-    return Command(config, run_dir, options.dry_run, options.profile, options.compile_cache)
+        return Command(config, run_dir, False, None, "off", options.init_from)
+    return Command(config, run_dir, options.dry_run, options.profile, options.compile_cache, options.init_from)
+
+
+def _source_config(reference: str, run_dir: AnyPath | None, args: list[str]) -> tuple[str, RunConfig]:
+    """(name, config) of a run that begins from another and names no config file.
+
+    A run that has begun keeps its source's config, since the source may be gone or changed.
+    """
+    source, _ = origins.parse(reference)
+    name = f"{source.name}-tuned"
+    run_dir = run_dir or Path("runs") / name
+    known = origins.recorded(run_dir)
+    if known is None:
+        config = RunConfig.load(source)
+    else:  # whether it is this source is for find_origin to say
+        config = RunConfig.parse(json.dumps(known.config), run_dir / origins.FILE)
+    config = config.for_fine_tuning(source)
+    if any(arg.split("=")[0] == "--data.dataset" for arg in args):  # the old one's place would be no place of the new
+        config = config.model_copy(update={"data": config.data.model_copy(update={"path": ""})})
+    return name, config
 
 
 def parse_fields(prog: str, doc: str, default: RunConfig, args: list[str]) -> RunConfig:
@@ -190,9 +245,17 @@ def parse_fields(prog: str, doc: str, default: RunConfig, args: list[str]) -> Ru
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(complaint):
-            return RunConfig(**dict(parse()))
+            return _anywhere(RunConfig(**dict(parse())))
     except SystemExit:
         raise UserError(fold(complaint.getvalue())) from None
+
+
+def _anywhere(config: RunConfig) -> RunConfig:
+    """The config with absolute paths, since a run's later commands may start elsewhere."""
+    places = {name: getattr(config.data, name) for name in ("path", "tokenizer", "cache_dir")}
+    places = {name: place for name, place in places.items() if place[:1] not in "~" and "://" not in place}
+    places = {name: str(Path(place).resolve()) for name, place in places.items()}
+    return config.model_copy(update={"data": config.data.model_copy(update=places)})
 
 
 def fold(complaint: str) -> str:

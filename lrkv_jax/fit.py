@@ -27,7 +27,7 @@ def check_fit(config: RunConfig, mesh: Mesh) -> None:
         )
     accounting.textless_program(config).abstract_state(mesh)
     attention = accounting.abstract_attention(config.model, config.attention)
-    backends.check(attention, rows, context, config.data.document_mask, mesh)
+    backends.check(attention, rows, context, config.data.isolated, mesh)
 
 
 def runnable(config: RunConfig, mesh: Mesh) -> RunConfig:

@@ -3,6 +3,7 @@
     python -m lrkv_jax.generate RUN_DIR --prompt "def main("
     python -m lrkv_jax.generate RUN_DIR --prompt-file start.py --samples 4 --seed 7
     printf 'import os' | python -m lrkv_jax.generate RUN_DIR - --temperature 0
+    python -m lrkv_jax.generate RUN_DIR --chat --prompt "What is 2 + 2?"
 
 The model reads its begin token and the prompt as it is, a last newline included; an empty prompt is the begin token
 alone. What it adds goes to stdout as it is drawn, without the prompt and with a newline after it, till the model ends
@@ -21,10 +22,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from lrkv_jax import accounting, attention, sharding
+from lrkv_jax import accounting, attention, lora, sharding
 from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
-from lrkv_jax.data import Tokenizer
+from lrkv_jax.data import Form, Tokenizer
 from lrkv_jax.decode import Decoder, Session
 from lrkv_jax.fit import runnable
 from lrkv_jax.sampling import Sampling
@@ -52,6 +53,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("stdin", nargs="?", metavar="-", help="read the prompt from stdin, as --prompt - and --prompt-file - do")
     add("--prompt", metavar="TEXT", help="the text to continue")
     add("--prompt-file", metavar="FILE", help="a UTF-8 file that holds it")
+    add("--chat", action="store_true", help="the prompt is a user's message, to be answered (data.template)")
     add("--max-tokens", type=int, default=128, metavar="N", help="most tokens a sample (128)")
     add("--temperature", type=float, default=0.8, metavar="X", help="divides the logits; 0 takes the likeliest (0.8)")
     add("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0 = all (0)")
@@ -83,7 +85,8 @@ def run(options: argparse.Namespace) -> None:
     if options.dtype:
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": options.dtype})})
     tokenizer = Tokenizer.load(options.run_dir / "tokenizer.json", config.data.begin_token, config.data.end_token)
-    prompt = [tokenizer.begin_id, *tokenizer.encode(text)]
+    chat = options.chat and Form.of(config.data, tokenizer)
+    prompt = chat.question(text) if chat else [tokenizer.begin_id, *tokenizer.encode(text)]
     slots = room(len(prompt), options, config)
     decoder = load(options, config, tokenizer, slots)
     # Rows that only fill up the devices are copies of sample 0, and so end when it does.
@@ -152,10 +155,14 @@ def load(options: argparse.Namespace, config: RunConfig, tokenizer: Tokenizer, s
     """The run's model on all devices, with a row for every sample, and more where rows must divide over devices."""
     mesh = sharding.make_mesh(sharding.MeshConfig(tensor=options.tensor))
     config = runnable(config, mesh)
-    tokens = Tokens(tokenizer.begin_id, tokenizer.end_id, config.data.document_mask)
+    tokens = Tokens(tokenizer.begin_id, tokenizer.end_id, config.data.isolated)
     program = make_program(config.model, config.attention, config.train, config.optimizer, tokens)
     with contextlib.closing(Checkpointer(options.run_dir, config.checkpoint)) as checkpoints:
         params, _ = checkpoints.restore_params(program.abstract_state(mesh)["params"], options.step)
+    if config.model.lora_rank:  # adapters are added to the weights once, and not at every token
+        params = jax.jit(lambda params: lora.merge(program.graph, params))(params)
+        config = config.without_adapters()
+        program = make_program(config.model, config.attention, config.train, config.optimizer, tokens)
     ways = sharding.row_ways(mesh)
     rows, vocab = -(-options.samples // ways) * ways, tokenizer.vocab_size
     return Decoder(program, params, mesh, batch=rows, slots=slots, vocab=vocab, implementation=options.implementation)

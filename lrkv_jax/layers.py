@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from lrkv_jax import sharding
 
-Role = Literal["embed", "unembed", "matrix", "vector"]
+Role = Literal["embed", "unembed", "matrix", "vector", "adapter"]
 
 
 def parameter(
@@ -34,6 +34,11 @@ def constant(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx
 def add_bias(x: Float[Array, "B T H C"], bias: nnx.Param | None) -> Float[Array, "B T H C"]:
     """x + bias [H, C], in x's dtype; no bias, no sum."""
     return x if bias is None else x + bias.get_value().astype(x.dtype)[None, None]
+
+
+def apply_gain(x: Float[Array, "*s C"], gain: nnx.Param | None) -> Float[Array, "*s C"]:
+    """x ⊙ gain [C], in x's dtype; no gain, no product."""
+    return x if gain is None else x * gain.get_value().astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -99,14 +104,18 @@ class Projection(nnx.Module):
         std = 1 / math.sqrt(math.prod(shape[i] for i in reduce)) if std is None else std
         self.equation, self.dtype = equation, dtype
         self.w = parameter(shape, axes, std, "matrix", rngs, reduce=reduce, output=output)
+        self.lora: Any = None
+        """A low-rank adapter, where lora.py has put one."""
 
     def __call__(self, x: Array) -> Array:
         """Applies the map in the compute dtype."""
-        return project(self.equation, x, self.weight())
+        y = project(self.equation, x, self.w.get_value().astype(self.dtype))
+        return y if self.lora is None else y + self.lora(x)
 
     def weight(self) -> Array:
         """The weight in the compute dtype, for callers that absorb it instead of applying it."""
-        return self.w.get_value().astype(self.dtype)
+        w = self.w.get_value()
+        return (w if self.lora is None else w + self.lora.delta()).astype(self.dtype)
 
 
 def rms_scale(x: Float[Array, "*s C"], eps: float) -> Float[Array, "*s"]:
@@ -133,26 +142,52 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Norms each position."""
-        y = rms_norm(x, self.eps)
-        return y if self.gain is None else y * self.gain.get_value().astype(x.dtype)[None, None]
+        return apply_gain(rms_norm(x, self.eps), self.gain)
+
+
+class Rotation(NamedTuple):
+    """The frequencies of a rotary embedding, θ_m = base^(−2m/dim), as a scaling for longer contexts changes them."""
+
+    base: float
+    scaling: Literal["linear", "llama3"] | None = None
+    factor: float | None = None
+    """What all frequencies are divided by (`linear`), or those too slow for the original context (`llama3`)."""
+    low: float | None = None
+    """llama3: what turns less often than this within the original context is divided by the factor."""
+    high: float | None = None
+    """llama3: what turns more often stays as it is; in between the two are mixed."""
+    context: int | None = None
+    """llama3: the original context, in tokens."""
+
+    def frequencies(self, dim: int) -> Float[Array, "M"]:
+        """θ_m in radians a position, m < dim/2, in float32."""
+        plain = jnp.asarray(self.base, jnp.float32) ** (-jnp.arange(dim // 2, dtype=jnp.float32) * (2.0 / dim))
+        if self.scaling is None:
+            return plain
+        if self.scaling == "linear":
+            return plain / self.factor
+        turns = plain * (self.context / (2 * math.pi))
+        kept = jnp.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
+        return plain * (kept + (1 - kept) / self.factor)
 
 
 def rope_angles(
-    positions: Int[Array, "B T"], dim: int, base: float
+    positions: Int[Array, "B T"], dim: int, rotation: Rotation
 ) -> tuple[Float[Array, "B T M"], Float[Array, "B T M"]]:
-    """cos and sin of position · base^(−2m/dim), m < dim/2, in float32 whatever the compute dtype."""
-    frequencies = jnp.asarray(base, jnp.float32) ** (-jnp.arange(dim // 2, dtype=jnp.float32) * (2.0 / dim))
-    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None, :]
+    """cos and sin of position · θ_m, m < dim/2, in float32 whatever the compute dtype."""
+    angles = positions[..., None].astype(jnp.float32) * rotation.frequencies(dim)[None, None, :]
     # Without the barrier XLA computes them anew in every kernel that rotates, once for each head.
     return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
-def rope(x: Float[Array, "B T *h C"], positions: Int[Array, "B T"], base: float, dim: int | None = None) -> Array:
+def rope(
+    x: Float[Array, "B T *h C"], positions: Int[Array, "B T"], rotation: Rotation, dim: int | None = None
+) -> Array:
     """Rotary embedding (RoFormer, arXiv 2104.09864) of the first `dim` of C dimensions, in halves, in float32."""
     dim = x.shape[-1] if dim is None else dim
     if dim == 0:
         return x
-    cos, sin = rope_angles(positions, dim, base)
+    cos, sin = rope_angles(positions, dim, rotation)
     middle = (1,) * (x.ndim - 3)
     cos, sin = (t.reshape(*t.shape[:2], *middle, t.shape[-1]) for t in (cos, sin))
     a, b, rest = jnp.split(x.astype(jnp.float32), (dim // 2, dim), axis=-1)

@@ -31,7 +31,8 @@ class NotFinite(ArithmeticError):
 
 
 class Metrics:
-    """Writer of one run's metrics. Opening it at step n drops what an earlier, longer attempt wrote beyond n.
+    """Writer of one run's metrics. Opening it at step n drops what an earlier, longer attempt wrote beyond n; all of
+    it unless the run is `resumed`.
 
     The newest `lag` steps stay on the device until later ones are under way, so that the host never stalls it.
     """
@@ -43,6 +44,7 @@ class Metrics:
         step: int,
         steps: int,
         tokens_per_step: int,
+        resumed: bool = True,
         lag: int = 0,
         devices: int = 1,
         flops_per_token: float = math.nan,
@@ -54,7 +56,7 @@ class Metrics:
         self._devices, self._flops = devices, flops_per_token
         self._peak = None if peak_flops is None else devices * peak_flops
         self._waiting: list[tuple[int, dict[str, Any]]] = []
-        self._files = _Files(run_dir, step) if writes else None
+        self._files = _Files(run_dir, step if resumed else -1) if writes else None
         bar = {"total": steps, "initial": step, "desc": "train", "unit": "step", "dynamic_ncols": True}
         self._bar = tqdm(**bar, disable=not writes)
         self._clock = time.perf_counter()

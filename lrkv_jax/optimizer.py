@@ -8,6 +8,10 @@ Every parameter carries a `role` (layers.py), and the role decides who updates i
 | `embed`   | AdamW       | AdamW        | `embed_lr`   | no           |
 | `unembed` | AdamW       | AdamW        | `unembed_lr` | no           |
 | `vector`  | AdamW       | AdamW        | `unembed_lr` | no           |
+| `adapter` | AdamW       | AdamW        | `peak_lr`    | no           |
+
+What trains is all that `freeze` doesn't match; in a model with adapters (lora.py), the adapters alone. A frozen
+parameter has no gradient, no moments and no decay, and is no part of the clipped norm.
 
 All rates follow one schedule, and the gradient's global norm is clipped before anything else. Decay is decoupled: a
 matrix loses lr * weight_decay of itself at each step. Moments have the dtype of the parameters, float32.
@@ -29,6 +33,7 @@ Source: lrkv.md section 5 (rates and betas of arXiv 2601.11471); Muon itself is 
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from typing import Annotated, Literal
 
@@ -78,6 +83,9 @@ class OptimizerConfig(Settings):
     """Decoupled decay of the matrices: share of a weight removed per step and unit of learning rate."""
     clip_norm: Rate = 1.0
     """Largest global L2 norm of the gradient of the mean loss; a longer gradient is scaled down to it."""
+    freeze: tuple[str, ...] = ()
+    """Glob patterns of the parameters that don't train, by name: `embed`, `blocks.mlp.*`. The layers are one array a
+    parameter, so they freeze together."""
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -118,16 +126,34 @@ def learning_rate(config: OptimizerConfig, steps: int, step: int | jax.Array) ->
     return jnp.asarray(config.peak_lr * make_schedule(config, steps)(step), jnp.float32)
 
 
+def frozen(config: OptimizerConfig, params: PyTree) -> frozenset[tuple[str, ...]]:
+    """Paths of the parameters that don't train.
+
+    Raises UserError for a pattern that matches none, with the names there are, and where none is left to train.
+    """
+    roles = {path: param.role for path, param in nnx.to_flat_state(params)}
+    names = {path: ".".join(path) for path in roles}
+    for pattern in config.freeze:
+        if not fnmatch.filter(names.values(), pattern):
+            raise UserError(f"optimizer.freeze = {pattern!r}: matches no parameter of {', '.join(names.values())}")
+    adapted = "adapter" in roles.values()
+    named = {name for pattern in config.freeze for name in fnmatch.filter(names.values(), pattern)}
+    found = frozenset(path for path in names if names[path] in named or (adapted and roles[path] != "adapter"))
+    if len(found) == len(names):
+        raise UserError(f"optimizer.freeze = {' '.join(config.freeze)}: leaves nothing to train")
+    return found
+
+
 def make_optimizer(config: OptimizerConfig, steps: int, params: PyTree) -> optax.GradientTransformation:
     """The Optax chain for a run of `steps` updates.
 
-    `params` is a State of nnx.Param, concrete or abstract: only its metadata is read. In the optimizer's state each
-    moment keeps the Param it mirrors, metadata included; where a group does not own a parameter, optax puts an empty
-    MaskedNode.
+    `params` is a State of those nnx.Param that train, concrete or abstract: only its metadata is read. In the
+    optimizer's state each moment keeps the Param it mirrors, metadata included; where a group does not own a parameter,
+    optax puts an empty MaskedNode.
 
     Raises:
         UserError: the schedule does not fit into `steps`.
-        KeyError: a parameter's role is none of the four.
+        KeyError: a parameter's role is none of the five.
     """
     schedule = make_schedule(config, steps)
 
@@ -149,6 +175,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, params: PyTree) -> optax
         "embed": adamw(config.embed_lr),
         "unembed": adamw(config.unembed_lr),
         "vector": adamw(config.unembed_lr),
+        "adapter": adamw(config.peak_lr),
     }
     roles = jax.tree.map(lambda param: param.role, params, is_leaf=_is_param)
     # A group without parameters (no vectors, tied embeddings) would only add counters to the checkpoint.

@@ -1,7 +1,8 @@
 """A run directory: what is in it, and when it may be used again.
 
 config.json, tokenizer.json and corpus.json are written once, when the run starts, and everything later starts from
-them; metrics.jsonl and tensorboard/ grow; checkpoints/ holds the newest and the best; eval.json, loss.png at the end.
+them; so is origin.json (origin.py) in a run that began from another. metrics.jsonl and tensorboard/ grow; checkpoints/
+holds the newest and the best; eval.json, loss.png at the end.
 
 It lies on a disk or in a bucket, where every process of a run reaches it; process 0 writes all but the checkpoints.
 """
@@ -10,22 +11,27 @@ from __future__ import annotations
 
 import fcntl
 import json
+import sys
 import uuid
 from typing import IO, Any
 
 from lrkv_jax import distributed
+from lrkv_jax import origin as origins
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import Store, open_store
+from lrkv_jax.origin import Origin
 from lrkv_jax.settings import UserError
 from lrkv_jax.step import Program, Tokens, make_program
 from lrkv_jax.storage import AnyPath, in_bucket, write_atomically
 
 # What a run that was killed while it started may have left, besides scratch files (.name) of ours.
-FIRST_FILES = {"config.json", "corpus.json", "tokenizer.json"}
+FIRST_FILES = {"config.json", "corpus.json", "tokenizer.json", origins.FILE}
 
 
-def enter(run_dir: AnyPath, config: RunConfig) -> Store:
+def enter(run_dir: AnyPath, config: RunConfig, origin: Origin | None = None) -> Store:
     """Opens a run directory for training: a new one is made, a known one must be of the same config and corpus.
+
+    `origin` is kept in a new one; that a known one has the same is for who makes it to see to (initial.py).
 
     Raises UserError where it is of another config or corpus, holds something else, can't be written, or is not one
     and the same for all processes.
@@ -36,7 +42,9 @@ def enter(run_dir: AnyPath, config: RunConfig) -> Store:
         return open_corpus(run_dir, config)
     store = open_store(config.data, config.model.vocab, progress=distributed.is_first())
     distributed.check_same({"the corpus's fingerprint": store.fingerprint})  # each process has prepared its own
-    distributed.agreed(lambda: _found(run_dir, config, store))
+    distributed.agreed(lambda: found(run_dir, config, store, origin))
+    if store.note and distributed.is_first():
+        print(store.note, file=sys.stderr)
     return store
 
 
@@ -78,18 +86,22 @@ def _compare_views(run_dir: AnyPath, mark: AnyPath, seen: list[bool]) -> None:
         )
 
 
-def _found(run_dir: AnyPath, config: RunConfig, store: Store) -> None:
-    """Writes what a run starts from."""
+def found(run_dir: AnyPath, config: RunConfig, store: Store, origin: Origin | None = None) -> None:
+    """Writes what a run starts from. Raises UserError where it can't be written."""
     store.tokenizer.save(run_dir / "tokenizer.json")
     corpus = {"fingerprint": store.fingerprint, "store": store.directory.name, **counts(store)}
+    corpus |= {"note": store.note} if store.note else {}
     write_json(run_dir / "corpus.json", corpus)
-    # Last: its presence says that the other two are whole.
+    if origin is not None:
+        write_json(run_dir / origins.FILE, origin.model_dump(mode="json"))
+    # Last: its presence says that the others are whole.
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
 
 
 def make_run_program(config: RunConfig, store: Store) -> Program:
     """The run's program; it needs the tokenizer's begin and end."""
-    tokens = Tokens(store.tokenizer.begin_id, store.tokenizer.end_id, config.data.document_mask)
+    special = (store.tokenizer.begin_id, store.tokenizer.end_id)
+    tokens = Tokens(*special, config.data.isolated, config.data.marked)
     return make_program(config.model, config.attention, config.train, config.optimizer, tokens)
 
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from lrkv_jax import loss, sharding
+from lrkv_jax import loss, marks, sharding
 from lrkv_jax.attention.base import AttentionConfig
-from lrkv_jax.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from lrkv_jax.optimizer import OptimizerConfig, frozen, learning_rate, make_optimizer
 from lrkv_jax.settings import Settings
 from lrkv_jax.transformer import ModelConfig, Transformer
 
@@ -65,6 +65,8 @@ class Tokens:
     """Id of the token that ends a document."""
     mask_documents: bool
     """Whether attention stays within documents and positions restart at each."""
+    marked: bool = False
+    """Whether ids say what is scored and where documents begin (marks.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +80,24 @@ class Program:
     optimizer: optax.GradientTransformation
     rate: optax.Schedule
     attention: AttentionConfig
+    frozen: frozenset[tuple[str, ...]] = frozenset()
+    """Paths of the parameters that don't train."""
 
     def init_state(self, key: Array) -> TrainState:
         """Fresh parameters and optimizer state; under jit with shardings no device holds more than its part."""
-        params = nnx.state(Transformer(self.model, self.attention, nnx.Rngs(params=key)))
-        return {"params": params, "opt": self.optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+        return self.start(self.init_params(key))
+
+    def init_params(self, key: Array) -> PyTree:
+        """Fresh parameters."""
+        return nnx.state(Transformer(self.model, self.attention, nnx.Rngs(params=key)))
+
+    def start(self, params: PyTree) -> TrainState:
+        """The state at step 0 with these parameters."""
+        return {"params": params, "opt": self.optimizer.init(self.split(params)[0]), "step": jnp.zeros((), jnp.int32)}
+
+    def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """The parameters that train, and the frozen ones; `nnx.merge_state` puts them together again."""
+        return nnx.split_state(params, lambda path, _: path not in self.frozen, ...)
 
     def abstract_params(self) -> PyTree:
         """Shapes of the parameters."""
@@ -95,12 +110,10 @@ class Program:
     def sums(self, params: PyTree, tokens: Int[Array, "B T1"]) -> tuple[Array, tuple[Array, Array]]:
         """The objective's sum over a batch's tokens, and beside it the sum of nats and the count of scored tokens."""
         model = nnx.merge(self.graph, params)
-        inputs, labels = tokens[:, :-1], tokens[:, 1:]
-        positions, segment_ids = self.places(inputs)
-        hidden = model.hidden(inputs, positions, segment_ids)
-        # Where begin and end differ, begin only marks a start: what precedes it can't foretell it.
-        scored = (labels != self.tokens.begin) | (self.tokens.begin == self.tokens.end)
-        weights = scored.astype(jnp.float32)
+        positions, segment_ids = self.places(tokens[:, :-1])
+        ids, scored, _ = self.read(tokens)
+        hidden = model.hidden(ids[:, :-1], positions, segment_ids)
+        labels, weights = ids[:, 1:], scored[:, 1:].astype(jnp.float32)
         nats, objective = loss.sum_nats(
             hidden,
             model.unembedding(),
@@ -113,35 +126,45 @@ class Program:
         )
         return objective, (nats, jnp.sum(weights))
 
+    def read(self, tokens: Int[Array, "B T1"]) -> tuple[Int[Array, "B T1"], Bool[Array, "B T1"], Bool[Array, "B T1"]]:
+        """The ids of a batch, which of them are scored as labels, and which begin a document."""
+        if self.tokens.marked:
+            return tokens & marks.IDS, (tokens & marks.SCORED) != 0, (tokens & marks.BEGINS) != 0
+        begins = tokens == self.tokens.begin
+        # Where begin and end differ, begin only marks a start: what precedes it can't foretell it.
+        return tokens, ~begins | (self.tokens.begin == self.tokens.end), begins
+
     def places(self, inputs: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B T"] | None]:
-        """Positions and document numbers: plain 0..T−1 and None, or restarting at every begin token."""
+        """Positions and document numbers: plain 0..T−1 and None, or restarting with every document."""
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :], inputs.shape)
         if not self.tokens.mask_documents:
             return positions, None
-        begins = inputs == self.tokens.begin
+        _, _, begins = self.read(inputs)
         starts = jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
         return positions - starts, jnp.cumsum(begins, axis=1, dtype=jnp.int32)
 
     def gradient(self, params: PyTree, tokens: Int[Array, "B T1"]) -> tuple[PyTree, Array, Array]:
-        """Gradient of the mean objective over the batch's tokens, sum of nats, count.
+        """Gradient of the mean objective over the batch's tokens for what trains, sum of nats, count.
 
         Microbatches add sums, and the division comes once at the end: equal to the whole batch's gradient even where
         they hold unequal counts of scored tokens.
         """
-        grad = jax.value_and_grad(self.sums, has_aux=True)
+        trained, frozen = self.split(params)
+        sums = lambda trained, tokens: self.sums(nnx.merge_state(trained, frozen), tokens)  # noqa: E731
+        grad = jax.value_and_grad(sums, has_aux=True)
         parts = self.train.microbatches
         if parts == 1:
-            (_, (nats, count)), grads = grad(params, tokens)
+            (_, (nats, count)), grads = grad(trained, tokens)
         else:
             # Row i goes to microbatch i mod parts, so that each device's rows stay on it.
             split = tokens.reshape(-1, parts, tokens.shape[1]).swapaxes(0, 1)
 
             def add(carry, part):
-                (_, aux), new = grad(params, sharding.constrain(part, "batch", None))
+                (_, aux), new = grad(trained, sharding.constrain(part, "batch", None))
                 return jax.tree.map(jnp.add, carry, (new, aux)), None
 
             zero = jnp.zeros((), jnp.float32)
-            start = (jax.tree.map(jnp.zeros_like, params), (zero, zero))
+            start = (jax.tree.map(jnp.zeros_like, trained), (zero, zero))
             (grads, (nats, count)), _ = jax.lax.scan(add, start, split)
         return jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads), nats, count
 
@@ -152,8 +175,9 @@ class Program:
         what is saved is known to be finite), rate of the matrices.
         """
         grads, nats, count = self.gradient(state["params"], tokens)
-        updates, opt = self.optimizer.update(grads, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        trained, frozen = self.split(state["params"])
+        updates, opt = self.optimizer.update(grads, state["opt"], trained)
+        params = nnx.merge_state(optax.apply_updates(trained, updates), frozen)
         metrics = {
             "loss": nats / jnp.maximum(count, 1),
             "grad_norm": optax.tree.norm(grads),
@@ -184,7 +208,9 @@ def make_program(
     abstract = nnx.eval_shape(lambda: Transformer(model, attention, nnx.Rngs(params=0)))
     graph, params = nnx.split(abstract)
     rate = functools.partial(learning_rate, optimizer, train.steps)
-    return Program(model, train, tokens, graph, make_optimizer(optimizer, train.steps, params), rate, attention)
+    still = frozen(optimizer, params)
+    trained, _ = nnx.split_state(params, lambda path, _: path not in still, ...)
+    return Program(model, train, tokens, graph, make_optimizer(optimizer, train.steps, trained), rate, attention, still)
 
 
 def compile_train_step(program: Program, mesh: Mesh) -> tuple[TrainState, Any]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from lrkv_jax import attention, sharding
+from lrkv_jax import attention, lora, sharding
 from lrkv_jax.layers import MLP, RMSNorm, parameter, rms_norm
 from lrkv_jax.settings import Settings
 
@@ -56,6 +56,12 @@ class ModelConfig(Settings):
     """Run the layers as a scan (compiles once a layer) or unrolled (faster on a CPU)."""
     remat: Literal["none", "dots", "full"] = "none"
     """What is recomputed in the backward pass: nothing, all but weight products, or all of a layer."""
+    lora_rank: int = 0
+    """Rank of the adapters (lora.py), which then are all that trains; 0 = none."""
+    lora_alpha: float = 16.0
+    """An adapter's output is multiplied by lora_alpha / lora_rank."""
+    lora_targets: tuple[str, ...] = ("*",)
+    """Glob patterns of the projections that get one, by their name in a block: `attention.w_q`, `mlp.*`."""
 
     def model_post_init(self, _: Any) -> None:
         """Refuses sizes that make no model."""
@@ -65,6 +71,8 @@ class ModelConfig(Settings):
         attention.base.require(self.norm_eps > 0, f"norm_eps = {self.norm_eps}: must be positive")
         cap = self.logit_softcap
         attention.base.require(cap is None or cap > 0, f"logit_softcap = {cap}: must be positive, or None for no cap")
+        attention.base.require(self.lora_rank >= 0, f"lora_rank = {self.lora_rank}: must be 0 or more")
+        attention.base.require(self.lora_alpha > 0, f"lora_alpha = {self.lora_alpha}: must be positive")
 
     @property
     def hidden(self) -> int:
@@ -84,6 +92,8 @@ class Block(nnx.Module):
         )
         self.mlp_norm = RMSNorm(model.width, model.norm_eps, model.norm_gain)
         self.mlp = MLP(model.width, model.hidden, model.mlp, out_std, rngs=rngs, dtype=dtype)
+        if model.lora_rank:  # last, so that the base is drawn as it would be alone
+            lora.attach(self, model.lora_rank, model.lora_alpha, model.lora_targets, rngs)
 
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None

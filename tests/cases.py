@@ -22,6 +22,17 @@ SLOTS = 17  # of a cache: more than T, so that some are never filled
 EPS = 0.05  # large, so that an epsilon in the wrong place shows
 BASE = 50.0  # small, so that every pair turns noticeably within a few positions
 
+# A gain of Qwen3's kind and a scaling of Llama 3.1's under which some pairs keep their frequency, some are slowed and
+# some lie between; for families that have them.
+GAIN = {"qk_norm": True, "qkv_bias": True, "qk_norm_gain": "before_rope"}
+SCALING = {
+    "rope_scaling": "llama3",
+    "rope_factor": 3.0,
+    "rope_low_turns": 0.3,
+    "rope_high_turns": 1.5,
+    "rope_original_context": 20,
+}
+
 # Relative error (Frobenius norm) of a bfloat16 run against float32: at most
 # 0.0069 measured over the cases with QK-norm and bias, twice that.
 BFLOAT16_ERROR = 0.014
@@ -64,22 +75,22 @@ class Case:
 
 
 def cases(brief=False, **options):
-    """A Case per family and shape, with `options` (qk_norm, qkv_bias) set; for `pytest.mark.parametrize`."""
+    """A Case per family and shape, with those `options` set that the family has; for `pytest.mark.parametrize`."""
     found = []
     for family, module in attention.families().items():
+        known = {name: value for name, value in options.items() if name in module.Config.model_fields}
         if family in SHAPES:
             for shape, fields in SHAPES[family].items():
                 if brief and shape not in BRIEF:
                     continue
-                config = module.Config(**fields, rope_base=BASE, **options)
+                config = module.Config(**fields, rope_base=BASE, **known)
                 found.append(Case(family, config, f"{family}-{shape}"))
         else:
             try:
-                known = {name: value for name, value in options.items() if name in module.Config.model_fields}
                 found.append(Case(family, module.Config(**known), f"{family}-default"))
             except pydantic.ValidationError:
                 found.append(Case(family, None, f"{family}-unknown"))
-    marks = "".join(f"-{name}" for name, value in options.items() if value)
+    marks = "".join(f"-{name}" for name, value in options.items() if isinstance(value, bool | str) and value)
     return [pytest.param(case, id=case.name + marks) for case in found]
 
 

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases import GAIN, SCALING
 from flax import nnx
 from models import ADAMW, BEGIN, END, FAMILIES, V, positions
 
@@ -20,9 +21,9 @@ from lrkv_jax.transformer import ModelConfig
 LAYOUTS = {"reference": (20, 4), "blocked": (20, 4), "pallas_tpu": (128, 128), "pallas_gpu": (128, 128)}
 # More than heads (4), latent dimensions (6) or ranks: where rows are taken for something else, it shows.
 ROWS = 9
-# What no other model here has: biases, and fewer residual heads than query heads.
+# What no other model here has: biases, gains, scaled frequencies, and fewer residual heads than query heads.
 CONFIGS = FAMILIES | {
-    "lrkv_grouped": FAMILIES["lrkv"].model_copy(update={"kv_heads": 2, "qkv_bias": True}),
+    "lrkv_grouped": FAMILIES["lrkv"].model_copy(update={"kv_heads": 2, **GAIN, **SCALING}),
     "mla_biased": FAMILIES["mla"].model_copy(update={"qkv_bias": True}),
 }
 

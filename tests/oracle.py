@@ -12,16 +12,39 @@ Each family is a function `family(config, weights, x, positions, segments, eps) 
 import numpy as np
 
 
-def rope(vector, position, base):
+def rope(vector, position, base, scaled=lambda frequency: frequency):
     """Rotate the pairs (m, m + dim/2) of one vector [dim] by the angle position · base^(−2m/dim)."""
     half = len(vector) // 2
     rotated = np.empty_like(vector)
     for m in range(half):
-        angle = position * base ** (-2 * m / len(vector))
+        angle = position * scaled(base ** (-2 * m / len(vector)))
         a, b = vector[m], vector[half + m]
         rotated[m] = a * np.cos(angle) - b * np.sin(angle)
         rotated[half + m] = b * np.cos(angle) + a * np.sin(angle)
     return rotated
+
+
+def rotate(config, vector, position):
+    """Rotate one vector by the frequencies of a configuration."""
+    return rope(vector, position, config.rope_base, lambda frequency: scale(config, frequency))
+
+
+def scale(config, frequency):
+    """A rotary frequency as `linear` or Llama 3.1's scaling has it, told by its wavelength in positions."""
+    scaling = getattr(config, "rope_scaling", None)
+    if scaling is None:
+        return frequency
+    slowed = frequency / config.rope_factor
+    if scaling == "linear":
+        return slowed
+    wavelength, context = 2 * np.pi / frequency, config.rope_original_context
+    low, high = config.rope_low_turns, config.rope_high_turns
+    if wavelength < context / high:
+        return frequency
+    if wavelength > context / low:
+        return slowed
+    smooth = (context / wavelength - low) / (high - low)
+    return (1 - smooth) * slowed + smooth * frequency
 
 
 def inverse_rms(vector, eps):
@@ -43,6 +66,11 @@ def softmax(scores):
 def bias(weights, name, head):
     """The head's row of a bias, or zero where the configuration has none."""
     return weights[name][head] if name in weights else 0.0
+
+
+def gain(weights, name):
+    """The gain on normed queries or keys, or one where the configuration has none."""
+    return weights.get(f"gain_{name}", 1.0)
 
 
 def causal_attention(x, heads, segments, score, value, w_o):
@@ -69,12 +97,12 @@ def gqa(config, weights, x, positions, segments, eps):
     group = config.heads // kv_heads
 
     def rotate_first(vector, position):
-        return np.concatenate([rope(vector[:rotary], position, config.rope_base), vector[rotary:]])
+        return np.concatenate([rotate(config, vector[:rotary], position), vector[rotary:]])
 
     def head(b, i, h, name):
         vector = x[b, i] @ weights[f"w_{name}"][:, h] + bias(weights, f"bias_{name}", h)
         if config.qk_norm:
-            vector = rms_norm(vector, eps)
+            vector = rms_norm(vector, eps) * gain(weights, name)
         return rotate_first(vector, positions[b, i])
 
     def score(b, h, t, s):
@@ -96,12 +124,12 @@ def mla(config, weights, x, positions, segments, eps):
 
     def query(b, t, h):
         vector = x[b, t] @ weights["w_q"][:, h] + bias(weights, "bias_q", h)
-        vector = np.concatenate([vector[:nope], rope(vector[nope:], positions[b, t], config.rope_base)])
+        vector = np.concatenate([vector[:nope], rotate(config, vector[nope:], positions[b, t])])
         return rms_norm(vector, eps) if config.qk_norm else vector
 
     def key(b, s, h):
         from_latent = latent(b, s) @ weights["w_up_k"][:, h] + bias(weights, "bias_k", h)
-        vector = np.concatenate([from_latent, rope(x[b, s] @ weights["w_rotary"], positions[b, s], config.rope_base)])
+        vector = np.concatenate([from_latent, rotate(config, x[b, s] @ weights["w_rotary"], positions[b, s])])
         return rms_norm(vector, eps) if config.qk_norm else vector
 
     def score(b, h, t, s):
@@ -128,23 +156,23 @@ def lrkv(config, weights, x, positions, segments, eps):
 
     def query(b, t, h):
         vector = x[b, t] @ weights["w_q"][:, h] + bias(weights, "bias_q", h)
-        return rms_norm(vector, eps) if config.qk_norm else vector
+        return rms_norm(vector, eps) * gain(weights, "q") if config.qk_norm else vector
 
     def positional_score(b, h, t, s):
         """The unscaled score before QK-norm's key scalar, in the configured mode."""
-        k = h // group
-        t_position, s_position, base = positions[b, t], positions[b, s], config.rope_base
-        q, shared = query(b, t, h), x[b, s] @ weights["w_k_shared"]
-        rotated = rope(q, t_position, base)
+        k, g = h // group, gain(weights, "k")
+        t_position, s_position = positions[b, t], positions[b, s]
+        q, shared = query(b, t, h), g * (x[b, s] @ weights["w_k_shared"])
+        rotated = rotate(config, q, t_position)
         if config.rope_mode == "full":
-            return rotated @ rope(shared + residual(b, s, k, "k"), s_position, base)
-        score = rotated @ rope(shared, s_position, base)
+            return rotated @ rotate(config, shared + g * residual(b, s, k, "k"), s_position)
+        score = rotated @ rotate(config, shared, s_position)
         if config.rope_mode == "shared":  # the residual, its bias with it, carries no position
-            return score + q @ (np.zeros_like(q) + residual(b, s, k, "k"))
-        score += q @ (np.zeros_like(q) + bias(weights, "bias_k", k))
+            return score + q @ (np.zeros_like(q) + g * residual(b, s, k, "k"))
+        score += q @ (np.zeros_like(q) + g * bias(weights, "bias_k", k))
         if config.rank:
-            q_code = rope(q @ weights["b_k"][k].T, t_position, base)
-            score += q_code @ rope(code(b, s, k, "k"), s_position, base)
+            q_code = rotate(config, (q * g) @ weights["b_k"][k].T, t_position)
+            score += q_code @ rotate(config, code(b, s, k, "k"), s_position)
         return score
 
     def score(b, h, t, s):

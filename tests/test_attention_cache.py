@@ -7,13 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BFLOAT16_ERROR, SLOTS, B, T, build, call, cases, inputs
+from cases import BFLOAT16_ERROR, GAIN, SCALING, SLOTS, B, T, build, call, cases, inputs
 from flax import nnx
 
 from lrkv_jax.attention import cache
 
 PLAIN, RECIPE = cases(qk_norm=False, qkv_bias=False), cases(qk_norm=True, qkv_bias=True)
 BRIEF = cases(brief=True, qk_norm=True, qkv_bias=True)
+GAINED = [
+    case
+    for case in cases(brief=True, **GAIN, **SCALING)
+    if case.values[0].name in ("gqa-gqa", "lrkv-full-grouped", "lrkv-latent-even")
+]
 BLOCK = 5  # of `attend`: does not divide SLOTS
 ROWS = 19  # more than any case has heads or latent dimensions
 
@@ -50,7 +55,7 @@ def decode(case, x, positions, chunks):
     return np.concatenate(outputs, axis=1)
 
 
-@pytest.mark.parametrize("case", PLAIN + RECIPE)
+@pytest.mark.parametrize("case", PLAIN + RECIPE + GAINED)
 def test_decoding_equals_forward(case):
     """Bug: the cache lacks something, a rotation is missing or double, a block counts twice, an index is a position."""
     x, positions = inputs()

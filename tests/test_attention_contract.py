@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import BFLOAT16_ERROR, EPS, B, D, T, build, call, cases, inputs, random, weights
+from cases import BFLOAT16_ERROR, EPS, GAIN, SCALING, B, D, T, build, call, cases, inputs, random, weights
 from flax import nnx
 
 from lrkv_jax import attention
@@ -15,6 +15,7 @@ from lrkv_jax.attention import cache, core
 
 PLAIN, RECIPE = cases(qk_norm=False, qkv_bias=False), cases(qk_norm=True, qkv_bias=True)
 BRIEF = cases(brief=True, qk_norm=True, qkv_bias=True)
+GAINED = cases(brief=True, **GAIN, **SCALING)
 MIXED = cases(qk_norm=True, qkv_bias=False) + cases(qk_norm=False, qkv_bias=True)
 
 # Documents of each row, and the ids and restarting positions that describe them.
@@ -42,7 +43,7 @@ def test_families_are_found_and_known_by_their_name():
         assert module.Config.model_fields["family"].default == name
 
 
-@pytest.mark.parametrize("case", PLAIN + MIXED + RECIPE)
+@pytest.mark.parametrize("case", PLAIN + MIXED + RECIPE + GAINED)
 def test_forward_equals_oracle(case):
     """Bug: any slip of mathematics: a sign in RoPE, a missing scalar, a swapped head, a bias added after rotation."""
     x, positions = inputs()
@@ -115,7 +116,7 @@ def influence_on_entry(module, x, positions):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("case", RECIPE)
+@pytest.mark.parametrize("case", RECIPE + GAINED)
 def test_strict_about_dtypes_and_ranks(case, dtype):
     """Bug: silent promotion (a float32 constant doubles bfloat16's traffic) or a rank broadcast by luck."""
     x, positions = inputs()

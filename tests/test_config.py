@@ -10,9 +10,11 @@ import pytest
 from lrkv_jax import accounting
 from lrkv_jax.config import RunConfig, flatten, load_configs, parse_command
 from lrkv_jax.settings import UserError
+from lrkv_jax.study import load_study
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted((ROOT / "configs").glob("*.py"))
+STUDIES = sorted((ROOT / "configs").glob("study*.py"))  # many runs of one size
+FILES = sorted(set((ROOT / "configs").glob("*.py")) - set(STUDIES))
 FAMILIES = ("lrkv", "mha", "gqa", "mqa", "mla")
 
 
@@ -29,6 +31,17 @@ def test_config_files_hold_the_five_families(path):
         assert name == f"{path.stem}-{family}"
         assert config.family == family
         assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_studies_compare_what_can_be_compared(path):
+    """Bugs: a study that its own check refuses; a run that `train.py --config FILE:name` does not know."""
+    study = load_study(str(path))
+    assert f"python -m lrkv_jax.sweep configs/{path.name}" in ast.get_docstring(ast.parse(path.read_text()))
+    for name, _ in study.order():
+        assert (
+            load_configs(f"{path}:{name}")[1].model_copy(update={"family": study.runs[name].family}) == study.runs[name]
+        )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -62,6 +75,9 @@ def test_headers_tell_what_dry_run_prints(path):
         ("--attention.head-dim 31", "attention.head_dim = 31: must be even"),
         ("--attention.rope-mode latent --attention.rank 5", "attention.rank = 5: must be even with rope_mode = latent"),
         ("--attention.rope-mode half", "invalid choice 'half'"),
+        ("--attention.rope-scaling linear", "attention.rope_factor = None: rope_scaling = linear needs a value"),
+        ("--attention.rope-factor 2", "attention.rope_factor = 2.0: rope_scaling = None has no such number"),
+        ("--attention.qk-norm-gain before_rope --attention.no-qk-norm", "qk_norm_gain = before_rope: needs qk_norm"),
         ("--config configs/tiny.py:gqa --attention.kv-heads 4", "attention.kv_heads = 4: must divide heads = 6"),
         ("--config configs/tiny.py:gqa --attention.rotary-dim 5", "attention.rotary_dim = 5: must be even"),
         ("--config configs/tiny.py:gqa --attention.rotary-dim 64", "between 0 and head_dim = 32"),

@@ -72,8 +72,8 @@ def test_kernels_continue_prompts(family, implementation):
     [("lrkv_grouped", "pallas_tpu"), ("lrkv_grouped", "pallas_gpu"), ("mla_biased", "pallas_tpu")],
 )
 def test_kernels_take_biases_and_groups(family, implementation):
-    """Bug: a key bias meets no query in a kernel, or another head's; query heads that share a residual share it with
-    the wrong ones."""
+    """Bug: a key bias meets no query in a kernel, or another head's; a key's gain is lost there, or the angles are of
+    other frequencies; query heads that share a residual share it with the wrong ones."""
     tokens, logits = forward(family)
     found = stepped(decoder(family, implementation=implementation, batch=ROWS), None, tokens)
     np.testing.assert_allclose(found, logits, **NEAR)

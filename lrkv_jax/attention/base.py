@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +16,18 @@ from lrkv_jax.attention import core, kernels
 from lrkv_jax.attention.cache import Cache, restore, to_blocks
 from lrkv_jax.attention.kernels.blocked import online_softmax, product
 from lrkv_jax.attention.kernels.form import Blocks, Queries, Sums
+from lrkv_jax.attention.rotation import RotaryConfig
 from lrkv_jax.layers import Projection, constant
-from lrkv_jax.settings import Settings
+from lrkv_jax.settings import UserError
 
 
-class AttentionConfig(Settings):
+class AttentionConfig(RotaryConfig):
     """Knobs that every family has. A family's `Config` adds its own and `family: Literal["<name>"]`."""
 
     heads: int = 6
     """H, query heads."""
     head_dim: int = 32
     """C, dimensions of a head's query, key and value; even, for rotation in pairs."""
-    rope_base: float = 10000.0
-    """Base of the rotary frequencies θ_m = base^(−2m/dim)."""
     qk_norm: bool = True
     """RMSNorm without gain on every head's query and key (the paper's recipe)."""
     qkv_bias: bool = False
@@ -39,9 +38,9 @@ class AttentionConfig(Settings):
 
     def model_post_init(self, _: Any) -> None:
         """Refuses what no family can build."""
+        super().model_post_init(_)
         require(self.heads >= 1, f"heads = {self.heads}: must be at least 1")
         require(self.head_dim >= 2 and self.head_dim % 2 == 0, f"head_dim = {self.head_dim}: must be even and positive")
-        require(self.rope_base > 1, f"rope_base = {self.rope_base}: must be greater than 1")
 
 
 class GroupedConfig(AttentionConfig):
@@ -49,12 +48,16 @@ class GroupedConfig(AttentionConfig):
 
     kv_heads: int | None = None
     """K, key/value heads, each read by H/K query heads; None = heads."""
+    qk_norm_gain: Literal["before_rope"] | None = None
+    """Learned gains [C] on normed queries and on normed keys, before they are rotated (Qwen3); None = no gains."""
 
     def model_post_init(self, context: Any) -> None:
         """Adds the check of groups."""
         super().model_post_init(context)
         require(self.groups >= 1, f"kv_heads = {self.kv_heads}: must be at least 1")
         require(self.heads % self.groups == 0, f"kv_heads = {self.kv_heads}: must divide heads = {self.heads}")
+        gained = self.qk_norm_gain is not None
+        require(self.qk_norm or not gained, f"qk_norm_gain = {self.qk_norm_gain}: needs qk_norm, which is off")
 
     @property
     def groups(self) -> int:
@@ -105,6 +108,10 @@ class AttentionBase(nnx.Module):
         shape = (heads, self.config.head_dim if size is None else size)
         return constant(0.0, shape, (axis, "head_dim")) if self.config.qkv_bias else None
 
+    def gain(self) -> nnx.Param | None:
+        """A gain [C] on normed queries or keys, where the config asks for gains."""
+        return constant(1.0, (self.config.head_dim,), ("head_dim",)) if self.config.qk_norm_gain else None
+
     def query(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H Q"]:
         """Queries as `expand`'s keys meet them: rotated, normed, of the key width Q."""
         raise NotImplementedError
@@ -116,6 +123,14 @@ class AttentionBase(nnx.Module):
     def expand(self, entry: dict[str, Array], positions: Int[Array, "B S"]) -> tuple[Array, Array]:
         """Keys [B, S, K, Q], rotated and normed, and values [B, S, K, C] of compressed entries."""
         raise NotImplementedError
+
+    def head_maps(self) -> tuple[Float[Array, "D H Q"], Float[Array, "D H Q"]]:
+        """W_Q,h and W_K,h of every query head: two tokens x and y at one position score (x W_Q,h) · (y W_K,h).
+
+        QK-norm's gains are factors of the maps, what it divides by and biases are left out. For looking at a model:
+        nothing that runs one needs them.
+        """
+        raise UserError(f"attention family {self.config.family!r} has no head_maps, so its heads can't be compared")
 
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from lrkv_jax.attention.base import AttentionBase, GroupedConfig, check_rotary, group
 from lrkv_jax.attention.cache import Cache
 from lrkv_jax.attention.kernels.form import Blocks, Queries, Sums
-from lrkv_jax.layers import Projection, add_bias, rms_norm, rope
+from lrkv_jax.layers import Projection, add_bias, apply_gain, rms_norm, rope
 
 
 class Config(GroupedConfig):
@@ -52,19 +53,26 @@ class Attention(AttentionBase):
         self.w_q, self.bias_q = heads(config.heads, "heads"), self.bias(config.heads, "heads")
         self.w_k, self.bias_k = heads(config.groups, "kv_heads"), self.bias(config.groups, "kv_heads")
         self.w_v, self.bias_v = heads(config.groups, "kv_heads"), self.bias(config.groups, "kv_heads")
+        self.gain_q, self.gain_k = self.gain(), self.gain()
 
     def query(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H C"]:
         """Rotated, normed queries."""
-        return self._rotate_norm(add_bias(self.w_q(x), self.bias_q), positions)
+        return self._rotate_norm(add_bias(self.w_q(x), self.bias_q), self.gain_q, positions)
 
     def compress(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> dict[str, Array]:
         """Rotated, normed keys and values, [B, T, K, C] each."""
-        k = self._rotate_norm(add_bias(self.w_k(x), self.bias_k), positions)
+        k = self._rotate_norm(add_bias(self.w_k(x), self.bias_k), self.gain_k, positions)
         return {"k": k, "v": add_bias(self.w_v(x), self.bias_v)}
 
     def expand(self, entry: dict[str, Array], positions: Int[Array, "B S"]) -> tuple[Array, Array]:
         """Nothing to expand: the entry is the keys and values."""
         return entry["k"], entry["v"]
+
+    def head_maps(self) -> tuple[Float[Array, "D H C"], Float[Array, "D H C"]]:
+        """The projections; the query heads of a group have one key map."""
+        group_size = self.config.heads // self.config.groups
+        w_q, w_k = apply_gain(self.w_q.weight(), self.gain_q), apply_gain(self.w_k.weight(), self.gain_k)
+        return w_q, jnp.repeat(w_k, group_size, axis=1)
 
     absorbed_queries = 64  # expanding would only transpose (benchmarks/results/decode-cpu-absorb.json)
     cache_axes: ClassVar = {"k": ("kv_heads", "head_dim"), "v": ("kv_heads", "head_dim")}
@@ -77,6 +85,8 @@ class Attention(AttentionBase):
         """The summed values are the output."""
         return sums.code
 
-    def _rotate_norm(self, x: Array, positions: Array) -> Array:
-        x = rope(x, positions, self.config.rope_base, self.config.rotary)
-        return rms_norm(x, self.eps) if self.config.qk_norm else x
+    def _rotate_norm(self, x: Array, gain: nnx.Param | None, positions: Array) -> Array:
+        if gain is not None:  # which doesn't commute with rotation, as the norm does
+            x = apply_gain(rms_norm(x, self.eps), gain)
+        x = rope(x, positions, self.config.rotation, self.config.rotary)
+        return rms_norm(x, self.eps) if self.config.qk_norm and gain is None else x

@@ -15,7 +15,8 @@ exact model with a compressed cache:
 `full` decodes by the identity  rope(code B_h)_s · q = code · (M_h cs_s),  cs_s = [cos θ_m s ; sin θ_m s],
 M_h = [q_a ⊙ B_a + q_b ⊙ B_b , q_b ⊙ B_a − q_a ⊙ B_b] with halves a, b: no key is ever formed.
 A key bias is one more row of B_h whose code is the constant 1; it is not cached, and carries no position where the
-residual carries none.
+residual carries none. A learned gain g on normed, unrotated keys makes g ⊙ k_shared of k_shared and B_h ⊙ g of B_h; the
+norm is that of the key without it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lrkv_jax.attention.base import AttentionBase, GroupedConfig, group, require
 from lrkv_jax.attention.cache import Cache, to_blocks
 from lrkv_jax.attention.kernels.blocked import product
 from lrkv_jax.attention.kernels.form import Blocks, Queries, Sums
-from lrkv_jax.layers import Projection, add_bias, project, rms_norm, rms_scale, rope, rope_angles
+from lrkv_jax.layers import Projection, add_bias, apply_gain, project, rms_norm, rms_scale, rope, rope_angles
 
 
 class Config(GroupedConfig):
@@ -81,32 +82,34 @@ class Attention(AttentionBase):
         self.w_v_shared, self.u_v, self.b_v = shared(), down(), up()
         self.bias_q = self.bias(heads, "heads")
         self.bias_k, self.bias_v = self.bias(groups, "kv_heads"), self.bias(groups, "kv_heads")
+        self.gain_q, self.gain_k = self.gain(), self.gain()
 
     def query(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H Q"]:
         """rope(q) [C] in mode full; [rope(q) ; q B_hᵀ] [C + R] in shared, its second part rotated too in latent."""
         config = self.config
         q = add_bias(self.w_q(x), self.bias_q)
-        q = rms_norm(q, self.eps) if config.qk_norm else q
-        rotated = rope(q, positions, config.rope_base)
+        q = apply_gain(rms_norm(q, self.eps), self.gain_q) if config.qk_norm else q
+        rotated = rope(q, positions, config.rotation)
         if config.rope_mode == "full" or not self._has_residual():
             return rotated
         grouped = q.reshape(*q.shape[:2], config.groups, -1, q.shape[-1])
         code = project("btkgc,krc->btkgr", grouped, self._factor()).reshape(*q.shape[:3], -1)
         if config.rope_mode == "latent":
-            code = rope(code, positions, config.rope_base, config.rank)
+            code = rope(code, positions, config.rotation, config.rank)
         return jnp.concatenate([rotated, code], axis=-1)
 
     def compress(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> dict[str, Array]:
-        """rope(k_shared), v_shared [B, T, C], codes [B, T, K, R]; with QK-norm float32 key scales [B, T, K]."""
+        """rope(g ⊙ k_shared), v_shared [B, T, C], codes [B, T, K, R]; with QK-norm float32 key scales [B, T, K]."""
         config = self.config
         k_shared = self.w_k_shared(x)
-        entry = {"k_shared": rope(k_shared, positions, config.rope_base), "v_shared": self.w_v_shared(x)}
+        rotated = rope(apply_gain(k_shared, self.gain_k), positions, config.rotation)
+        entry = {"k_shared": rotated, "v_shared": self.w_v_shared(x)}
         if self.u_k is not None:
             entry |= {"k_code": self.u_k(x), "v_code": self.u_v(x)}
         if config.qk_norm:
             entry["k_scale"] = rms_scale(k_shared[:, :, None] + self._residual(entry), self.eps)
         if config.rope_mode == "latent" and self.u_k is not None:
-            entry["k_code"] = rope(entry["k_code"], positions, config.rope_base)
+            entry["k_code"] = rope(entry["k_code"], positions, config.rotation)
         return entry
 
     def expand(self, entry: dict[str, Array], positions: Int[Array, "B S"]) -> tuple[Array, Array]:
@@ -116,13 +119,24 @@ class Attention(AttentionBase):
         v = add_bias(v + self.b_v(entry["v_code"]) if self.b_v is not None else self._broadcast(v), self.bias_v)
         k = self._broadcast(entry["k_shared"][:, :, None])
         if config.rope_mode == "full" or not self._has_residual():
-            k = k + rope(self._residual(entry), positions, config.rope_base)
-            # The same scale as the cached one; recomputed, so that training has no second use of the composed key.
-            return (rms_norm(k, self.eps) if config.qk_norm else k), v
-        k = jnp.concatenate([k, self._code(entry)], axis=-1)
+            k = k + rope(apply_gain(self._residual(entry), self.gain_k), positions, config.rotation)
+            if self.gain_k is None:
+                # The same scale as the cached one; recomputed, so that training has no second use of the composed key.
+                return (rms_norm(k, self.eps) if config.qk_norm else k), v
+        else:
+            k = jnp.concatenate([k, self._code(entry)], axis=-1)
         if config.qk_norm:
             k = (k.astype(jnp.float32) * entry["k_scale"][..., None]).astype(k.dtype)
         return k, v
+
+    def head_maps(self) -> tuple[Float[Array, "D H C"], Float[Array, "D H C"]]:
+        """Keys W_shared + U_h B_h, the same in every rope mode: modes differ in how scores turn with the distance."""
+        config = self.config
+        w_k = jnp.broadcast_to(self.w_k_shared.weight()[:, None], (self.width, config.groups, config.head_dim))
+        if self.u_k is not None:
+            w_k = w_k + product("dkr,krc->dkc", self.u_k.weight(), self.b_k.weight())
+        w_q, w_k = apply_gain(self.w_q.weight(), self.gain_q), apply_gain(w_k, self.gain_k)
+        return w_q, jnp.repeat(w_k, config.heads // config.groups, axis=1)
 
     def _has_residual(self) -> bool:
         return self.b_k is not None or self.bias_k is not None
@@ -131,17 +145,17 @@ class Attention(AttentionBase):
         return jnp.broadcast_to(shared, (*shared.shape[:2], self.config.groups, shared.shape[-1]))
 
     def _residual(self, entry: dict[str, Array]) -> Float[Array, "B S K C"]:
-        """code_h B_h of unrotated codes, with the key bias."""
+        """code_h B_h of unrotated codes, with the key bias, without the gain."""
         if self.b_k is None:
             shape = (*entry["k_shared"].shape[:2], self.config.groups, self.config.head_dim)
             return add_bias(jnp.zeros(shape, self.dtype), self.bias_k)
         return add_bias(self.b_k(entry["k_code"]), self.bias_k)
 
     def _factor(self) -> Float[Array, "K R C"]:
-        """B_h, with the key bias as its last row."""
+        """B_h, with the key bias as its last row, times the key's gain."""
         rows = [] if self.b_k is None else [self.b_k.weight()]
         rows += [] if self.bias_k is None else [self.bias_k.get_value().astype(self.dtype)[:, None]]
-        return jnp.concatenate(rows, axis=1)
+        return apply_gain(jnp.concatenate(rows, axis=1), self.gain_k)
 
     def _code(self, entry: dict[str, Array]) -> Float[Array, "B S K R"]:
         """The cached codes, with the constant 1 that goes with the bias row."""
@@ -168,7 +182,7 @@ class Attention(AttentionBase):
         """In mode full cs_s = [cos θ_m s ; sin θ_m s] of every slot."""
         if self.config.rope_mode != "full" or not self._has_residual():
             return None
-        angles = rope_angles(key_positions, self.config.head_dim, self.config.rope_base)
+        angles = rope_angles(key_positions, self.config.head_dim, self.config.rotation)
         return to_blocks(jnp.concatenate(angles, axis=-1), block)
 
     def read(self, q: Float[Array, "B T H Q"], cache: Cache, tables: Array | None) -> tuple[Queries, Blocks]:
@@ -177,7 +191,7 @@ class Attention(AttentionBase):
         q = group(q, self.config.groups)
         queries = Queries(shared=q[..., :head_dim])
         if self._has_residual():
-            rows = q[..., head_dim:] if self.config.rope_mode != "full" else self._rotation(q)
+            rows = q[..., head_dim:] if self.config.rope_mode != "full" else self._turned(q)
             axis = 3  # R, whose last row is the bias where there is one
             count = 0 if self.b_k is None else self.config.rank
             code, bias = jnp.split(rows, (count,), axis=axis)
@@ -186,7 +200,7 @@ class Attention(AttentionBase):
             queries = queries._replace(**dict(zip(names, (code, bias), strict=True)))
         return queries, Blocks(**{name: cache.get(name) for name in self.cache_axes}, angles=tables)
 
-    def _rotation(self, q: Float[Array, "B K J C"]) -> Float[Array, "B K J R C"]:
+    def _turned(self, q: Float[Array, "B K J C"]) -> Float[Array, "B K J R C"]:
         """M_h of every query row, in float32, a bias row included."""
         q_a, q_b = jnp.split(q.astype(jnp.float32)[..., None, :], 2, axis=-1)
         b_a, b_b = jnp.split(self._factor().astype(jnp.float32)[None, :, None], 2, axis=-1)

@@ -78,14 +78,14 @@ class Attention(AttentionBase):
     def query(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H Q"]:
         """Queries [nope; rotary], the second part rotated, both normed together."""
         nope, rotary = jnp.split(add_bias(self.w_q(x), self.bias_q), (self.config.head_dim,), axis=-1)
-        q = jnp.concatenate([nope, rope(rotary, positions, self.config.rope_base)], axis=-1)
+        q = jnp.concatenate([nope, rope(rotary, positions, self.config.rotation)], axis=-1)
         return rms_norm(q, self.eps) if self.config.qk_norm else q
 
     def compress(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> dict[str, Array]:
         """Normed latent and rotated shared key as one vector [B, T, L+P]; with QK-norm float32 key scales [B, T, H]."""
         latent = rms_norm(self.w_down(x), self.eps)
         if self.w_rotary is not None:
-            rotary = rope(self.w_rotary(x), positions, self.config.rope_base)
+            rotary = rope(self.w_rotary(x), positions, self.config.rotation)
             latent = jnp.concatenate([latent, rotary], axis=-1)
         scale = {"k_scale": rms_scale(self._compose(latent), self.eps)} if self.config.qk_norm else {}
         return {"latent": latent, **scale}
@@ -103,6 +103,20 @@ class Attention(AttentionBase):
         nope = add_bias(self.w_up_k(latent), self.bias_k)
         shared = jnp.broadcast_to(rotary[:, :, None], (*nope.shape[:3], rotary.shape[-1]))
         return jnp.concatenate([nope, shared], axis=-1)
+
+    def head_maps(self) -> tuple[Float[Array, "D H Q"], Float[Array, "D H Q"]]:
+        """Keys [W_down W_up,K,h / σ ; W_rotary], in the order of the query's parts.
+
+        The latent's norm divides by a number of each token's own, and here by σ, its value where the latent has the
+        mean square that white inputs give it, ‖W_down‖²/L: as in the model, the scale of W_down then has no effect.
+        """
+        w_down = self.w_down.weight()
+        scale = rms_scale(jnp.linalg.norm(w_down.astype(jnp.float32), axis=0), self.eps)
+        w_k = product("dl,lhc->dhc", w_down, self.w_up_k.weight()) * scale
+        if self.w_rotary is not None:
+            rotary = self.w_rotary.weight()[:, None]
+            w_k = jnp.concatenate([w_k, jnp.broadcast_to(rotary, (*w_k.shape[:2], rotary.shape[-1]))], axis=-1)
+        return self.w_q.weight(), w_k
 
     absorbed_queries = 64  # measured up to here (benchmarks/results/decode-cpu-absorb.json)
     cache_axes: ClassVar = {"latent": ("latent",), "k_scale": ("heads",)}

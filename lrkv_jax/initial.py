@@ -1,0 +1,130 @@
+"""Where a run's parameters come from: drawn afresh, or read out of another run (`--init-from RUN_DIR[@STEP]`).
+
+Parameters are taken by name and must agree in shape; optimizer, schedule and data are the new run's own. Adapters
+(lora.py) that the source doesn't have are drawn, all else must be there. What shapes don't show (rotary base, context,
+norms) may be changed, and is told. The tokenizer must be the source's, since an id means a row of the embedding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import PyTree
+
+from lrkv_jax import distributed, sharding, storage
+from lrkv_jax import origin as origins
+from lrkv_jax.accounting import abstract_parameters
+from lrkv_jax.checkpoint import CheckpointConfig, Checkpointer
+from lrkv_jax.config import Command, RunConfig, flatten
+from lrkv_jax.inventory import compare
+from lrkv_jax.origin import Origin
+from lrkv_jax.rundir import read_json
+from lrkv_jax.settings import UserError
+from lrkv_jax.step import Program, TrainState
+from lrkv_jax.storage import AnyPath
+
+# How a model is computed, not which it is.
+UNTOLD = {
+    "model": {"dtype", "scan_layers", "remat", "lora_rank", "lora_alpha", "lora_targets"},
+    "attention": {"implementation"},
+}
+
+
+def find_origin(options: Command) -> Origin | None:
+    """The checkpoint that a command's run begins from, or began from; None where it draws its parameters.
+
+    Nothing is allocated. Raises UserError where the source doesn't fit the config, every name and shape listed, has
+    another tokenizer or no such step, or where the run is there already and began otherwise.
+    """
+    found = distributed.agreed(lambda: _find(options))
+    return None if found is None else Origin.model_validate(found)
+
+
+def _find(options: Command) -> dict[str, Any] | None:
+    asked, run_dir = options.init_from, options.run_dir
+    known = origins.recorded(run_dir)
+    if known is not None and not (asked and known.is_meant_by(asked)):
+        given = f"--init-from {asked}" if asked else "no --init-from"
+        raise UserError(f"{given}: {run_dir} began from {known}; use another --run-dir, or --init-from {known}")
+    if not asked:
+        return None
+    if known is None:
+        if (run_dir / "config.json").exists():
+            raise UserError(f"--init-from {asked}: {run_dir} has begun, but from no other run; use another --run-dir")
+        known = _source(options.config, asked)
+    return known.model_dump(mode="json")
+
+
+def _source(config: RunConfig, reference: str) -> Origin:
+    """The checkpoint named, checked against the config of the run that is to begin from it."""
+    run_dir, which = origins.parse(reference)
+    source = RunConfig.load(run_dir)
+    _check_tokenizer(config, run_dir)
+    with _opened(run_dir) as checkpoints:
+        step, arrays, place = checkpoints.look_up("params", which)
+    compare({"params": _there(abstract_parameters(config), arrays)[0]}, arrays, place)
+    _tell(f"parameters of {run_dir}, step {step}", config, source)
+    return Origin(
+        run_dir=str(run_dir),
+        which=which,
+        step=step,
+        fingerprint=origins.fingerprint(arrays),
+        config=source.model_dump(mode="json"),
+    )
+
+
+def _opened(run_dir: AnyPath) -> contextlib.closing[Checkpointer]:
+    return contextlib.closing(Checkpointer(run_dir, CheckpointConfig()))
+
+
+def _check_tokenizer(config: RunConfig, source: AnyPath) -> None:
+    """Raises UserError unless the config names the source's tokenizer, or one of the same content."""
+    ours, theirs = storage.path(config.data.tokenizer), source / "tokenizer.json"
+    if ours != theirs and read_json(ours) != read_json(theirs):
+        raise UserError(f"data.tokenizer = {ours}: is not {theirs}, whose ids the parameters of {source} know")
+
+
+def _there(params: PyTree, arrays: dict[str, Any]) -> tuple[PyTree, PyTree]:
+    """Parameters to read, and adapters to draw since the source has none under their names."""
+
+    def is_new(path: tuple[str, ...], param: nnx.Param) -> bool:
+        return param.role == "adapter" and f"params.{'.'.join(path)}.value" not in arrays
+
+    new, old = nnx.split_state(params, is_new, ...)
+    return old, new
+
+
+def _tell(what: str, config: RunConfig, source: RunConfig) -> None:
+    """Says on stderr in which fields that shapes don't show the model differs from its source."""
+    ours, theirs = (
+        flatten(json.loads(each.model_dump_json(include={"model", "attention"}, exclude=UNTOLD)))
+        | {f"data.{name}": getattr(each.data, name) for name in ("context", "begin_token", "end_token")}
+        for each in (config, source)
+    )
+    changes = [
+        f"{name} = {ours.get(name)} (there {theirs.get(name)})" for name in ours if ours[name] != theirs.get(name)
+    ]
+    print("; ".join([what, *changes]), file=sys.stderr)
+
+
+def initial_state(program: Program, abstract: TrainState, seed: int, origin: Origin | None) -> TrainState:
+    """The state at step 0, each device making or reading its own part.
+
+    Raises UserError where the origin's checkpoint is damaged, gone, or not the one that it was.
+    """
+    key, placed = jax.random.key(seed), sharding.shardings(abstract)
+    if origin is None:
+        return jax.jit(program.init_state, out_shardings=placed)(key)
+    with _opened(storage.path(origin.run_dir)) as checkpoints:
+        _, arrays, place = checkpoints.look_up("params", origin.step)
+        if origins.fingerprint(arrays) != origin.fingerprint:
+            raise UserError(f"{place} is not the checkpoint that the run began from: it has been written anew since")
+        old, new = _there(abstract["params"], arrays)
+        params, _ = checkpoints.restore_params(old, origin.step)
+    draw = jax.jit(lambda key: _there(program.init_params(key), arrays)[1], out_shardings=sharding.shardings(new))
+    return jax.jit(program.start, out_shardings=placed, donate_argnums=0)(nnx.merge_state(params, draw(key)))
