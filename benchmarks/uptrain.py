@@ -1,0 +1,112 @@
+"""How fast a converted model recovers: results/convert/, from one MHA run of configs/study.py.
+
+    python -m lrkv_jax.sweep configs/study.py                     (its run mha-s0 suffices)
+    python benchmarks/uptrain.py run runs/study/mha-s0 runs/uptrain
+    python benchmarks/uptrain.py                                  draws the picture and prints the table again
+
+The run becomes LRKV at three cache budgets (calibrated on 65,536 tokens) and GQA at two like ones (mean pooling), and
+each trains on for a fifth of the original's steps, on the same corpus in another order: half the original's rates, a
+cosine to zero. So does the original itself, since training on improves any model. Validation CE is of the same windows.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from lrkv_jax.records import Record, read_runs, summarise, write_summary
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results" / "convert"
+CONVERSIONS = {
+    "lrkv-50": ("LRKV", ["--cache-percent", "50", "--calibrate", "65536"]),
+    "lrkv-35": ("LRKV", ["--cache-percent", "35", "--calibrate", "65536"]),
+    "lrkv-25": ("LRKV", ["--cache-percent", "25", "--calibrate", "65536"]),
+    "gqa-50": ("GQA-3", ["--to", "gqa", "--kv-heads", "3"]),
+    "gqa-33": ("GQA-2", ["--to", "gqa", "--kv-heads", "2"]),
+}
+UPTRAINING = {
+    "--train.steps": 200,
+    "--train.eval-every": 20,
+    "--train.seed": 1,
+    "--optimizer.peak-lr": 0.01,
+    "--optimizer.embed-lr": 0.01,
+    "--optimizer.unembed-lr": 0.002,
+    "--optimizer.warmup-steps": 10,
+    "--checkpoint.every-steps": 200,
+}
+COLOURS = {"MHA": "#000000", "LRKV": "#0072B2", "GQA": "#D55E00"}  # Okabe and Ito
+
+
+def run(source: Path, work: Path) -> None:
+    """Converts and trains what is not there yet, one after another."""
+    starts = {"mha": ("MHA, trained on", source)}
+    for name, (label, flags) in CONVERSIONS.items():
+        made = work / f"{name}-start"
+        if not (made / "eval.json").exists():
+            call("-m", "lrkv_jax.convert", source, *flags, "--out", made)
+        starts[name] = label, made
+    for name, (label, start) in starts.items():
+        run_dir = work / name
+        call("train.py", "--init-from", start, "--run-dir", run_dir, *(x for pair in UPTRAINING.items() for x in pair))
+        write_summary(RESULTS / f"{name}.json", summarise(run_dir, name, 1, label))
+    write_summary(RESULTS / "original.json", summarise(source, "original", 0, "MHA"))
+
+
+def call(*words: object) -> None:
+    """A command of ours; its failure is ours."""
+    print("python", *words, flush=True)
+    subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True)
+
+
+def show() -> None:
+    """results/convert/uptraining.png and the table, from the summaries."""
+    runs = {record.name: record for record in read_runs(RESULTS)}
+    original = runs.pop("original")
+    goal = original.curve()[-1][1]
+    print("| | cache, % of MHA | before uptraining | after | of the gap made up | test CE after |")
+    print("|---|---|---|---|---|---|")
+    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    axes.axhline(goal, color="0.4", linestyle=":", label=f"the original, {goal:.3f}")
+    for record in sorted(runs.values(), key=lambda record: -record.eval["cache_percent_of_mha"]):
+        tokens, ces = zip(*record.curve(), strict=True)
+        percent = record.eval["cache_percent_of_mha"]
+        family = record.label.split("-")[0].split(",")[0]
+        style = {"MHA": "--", "LRKV": "-", "GQA": "-."}[family]
+        shade = 1.0 if percent > 45 else 0.65 if percent > 30 else 0.4
+        label = name(record)
+        axes.plot(
+            [t / 1e6 for t in tokens],
+            ces,
+            style,
+            color=COLOURS[family],
+            alpha=shade,
+            marker="o",
+            markersize=3,
+            label=label,
+        )
+        gap = f"{100 * (ces[0] - ces[-1]) / (ces[0] - goal):.0f} %" if ces[0] > goal + 1e-3 else "n/a"
+        print(f"| {label} | {percent:.1f} | {ces[0]:.3f} | {ces[-1]:.3f} | {gap} | {record.eval['ce']:.3f} |")
+    axes.set(xlabel="uptraining tokens (millions)", ylabel="validation cross-entropy (nats/token)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(RESULTS / "uptraining.png", dpi=150)
+
+
+def name(record: Record) -> str:
+    """With its rank and share of the cache."""
+    attention, percent = record.config["attention"], record.eval["cache_percent_of_mha"]
+    rank = f" R={attention['rank']}" if attention["family"] == "lrkv" else ""
+    return f"{record.label}{rank}, {percent:.0f} % cache"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["run"]:
+        run(Path(sys.argv[2]).resolve(), Path(sys.argv[3]).resolve())
+    show()
