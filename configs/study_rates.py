@@ -9,7 +9,7 @@ them in docs/fidelity.md.
 from pathlib import Path
 from runpy import run_path
 
-from lrkv_jax.study import Comparison, Stage, Study
+from lrkv_jax.study import FAMILY, Comparison, Stage, Study
 
 whole = run_path(str(Path(__file__).with_name("study.py")))
 RATES = (0.01, 0.02, 0.04)
@@ -27,7 +27,7 @@ runs = {f"{name}-lr{rate}": at(name, rate) for rate in RATES for name in whole["
 study = Study(
     runs=runs,
     stages=(Stage("three rates of the five families", tuple(runs)),),
-    comparisons=(Comparison("rates", tuple(runs), differ=("attention", "optimizer.peak_lr")),),
+    comparisons=(Comparison("rates", tuple(runs), differ=(*FAMILY, "optimizer.peak_lr")),),
     labels={
         f"{name}-lr{rate}": f"{whole['study'].labels.get(name, name)}, {rate}"
         for rate in RATES

@@ -30,7 +30,8 @@ class Moments(NamedTuple):
     keys: np.ndarray
     """[D, D], of the inputs, weighted by the squared scale of the keys where there is QK-norm."""
     queries: np.ndarray
-    """[K, C, C], of rotated, normed queries, summed over a key/value head's query heads."""
+    """[K, C, C], of rotated, normed queries, summed over a key/value head's query heads; with QK-norm counted by the
+    mean square of the head's scale."""
 
 
 def calibrate(
@@ -38,49 +39,49 @@ def calibrate(
 ) -> list[Moments]:
     """Moments of every layer over at least so many tokens, layer by layer; `batch_at(step)` gives rows [B, T + 1]."""
     outer, blocks = nnx.merge(program.graph, params).split()
-    count = -(-tokens // batch_at(0)[:, :-1].size)
-    embed = jax.jit(lambda tokens: outer.embedding(tokens))
-    hidden = [embed(jnp.asarray(batch_at(step)[:, :-1])) for step in range(count)]
+    batches = [jnp.asarray(batch_at(0)[:, :-1])]
+    batches += [jnp.asarray(batch_at(step)[:, :-1]) for step in range(1, -(-tokens // batches[0].size))]
+    embed = jax.jit(lambda batch: outer.embedding(program.read(batch)[0]))
+    hidden, places = [embed(batch) for batch in batches], [program.places(batch) for batch in batches]
     graph = nnx.graphdef(blocks[0])
-    layer = jax.jit(lambda state, x, key: _layer(nnx.merge(graph, state), x, key))
+    layer = jax.jit(lambda state, *given: _layer(nnx.merge(graph, state), *given))
     found = []
     for index, block in enumerate(blocks):
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), index), count)
-        batch_moments = []
-        for step in range(count):
-            hidden[step], moments = layer(nnx.state(block), hidden[step], keys[step])
-            batch_moments.append(moments)
-        found.append(
-            Moments(
-                *(
-                    np.mean([np.asarray(m, np.float64) for m in each], axis=0)
-                    for each in zip(*batch_moments, strict=True)
-                )
-            )
-        )
+        each = []
+        for step, (positions, segment_ids) in enumerate(places):
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), index), step)
+            hidden[step], moments = layer(nnx.state(block), hidden[step], positions, segment_ids, key)
+            each.append(jax.tree.map(lambda moment: np.asarray(moment, np.float64), moments))
+        found.append(jax.tree.map(lambda *moments: np.mean(moments, axis=0), *each))
     return found
 
 
-def _layer(block: Block, x: Float[Array, "B T D"], key: Array) -> tuple[Float[Array, "B T D"], Moments]:
+def _layer(
+    block: Block,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None,
+    key: Array,
+) -> tuple[Float[Array, "B T D"], Moments]:
     """The block's output, and the moments of its attention's input, of one batch."""
     attention, config = block.attention, block.attention.config
-    batch, length, _ = x.shape
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
     normed = block.attention_norm(x)
     queries = attention.query(normed, _distances(key, positions))
-    queries = queries.reshape(batch, length, config.groups, -1, config.head_dim).astype(jnp.float32)
-    normed32 = normed.astype(jnp.float32)
-    weighted = normed32
+    queries = queries.reshape(*x.shape[:2], config.groups, -1, config.head_dim).astype(jnp.float32)
+    inputs = keyed = normed.astype(jnp.float32)
+    counts = jnp.ones(config.groups)
     if config.qk_norm:
-        scales = rms_scale(add_bias(attention.w_k(normed), attention.bias_k), attention.eps)
-        weighted = normed32 * jnp.sqrt(jnp.mean(scales**2, axis=-1))[..., None]
-    tokens = batch * length
+        # A key is divided by its own length: what a head's W_k is multiplied by has no effect, and must have none here.
+        squares = rms_scale(add_bias(attention.w_k(normed), attention.bias_k), attention.eps) ** 2
+        keyed = inputs * jnp.sqrt(jnp.mean(squares, axis=-1))[..., None]
+        counts = jnp.mean(squares, axis=(0, 1)) / jnp.mean(squares)
+    tokens = positions.size
     moments = Moments(
-        values=product("btd,bte->de", normed32, normed32) / tokens,
-        keys=product("btd,bte->de", weighted, weighted) / tokens,
-        queries=product("btkjc,btkje->kce", queries, queries) / tokens,
+        values=product("btd,bte->de", inputs, inputs) / tokens,
+        keys=product("btd,bte->de", keyed, keyed) / tokens,
+        queries=product("btkjc,btkje->kce", queries, queries) * counts[:, None, None] / tokens,
     )
-    return block(x, positions), moments
+    return block(x, positions, segment_ids), moments
 
 
 def _distances(key: Array, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:

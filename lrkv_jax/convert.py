@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from lrkv_jax import report, rundir, sharding
 from lrkv_jax.accounting import cache_per_token
@@ -70,7 +71,7 @@ def rank_for(model: ModelConfig, source: AttentionConfig, percent: float) -> int
     """The largest rank whose cache has at most so many percent of the bytes of MHA with the same heads."""
     full = cache_per_token(model, source.model_copy(update={"kv_heads": source.heads}))[1]
     none, one = (cache_per_token(model, lrkv_config(source, rank))[1] for rank in (0, 1))
-    if none > full * percent / 100:
+    if not none <= full * percent / 100 < math.inf:
         raise UserError(f"--cache-percent {percent:g}: rank 0 alone takes {100 * none / full:.1f} % of MHA's cache")
     return min(int((full * percent / 100 - none) // (one - none)), source.head_dim)  # every rank adds the same
 
@@ -118,13 +119,13 @@ def to_gqa(attention: dict[str, Any], kv_heads: int) -> dict[str, Any]:
     return {name: pool(name, value) if name in pooled else value for name, value in attention.items()}
 
 
-def attention_of(params: nnx.State) -> dict[str, np.ndarray]:
+def attention_of(params: PyTree) -> dict[str, np.ndarray]:
     """The stacked attention's parameters by short name: `w_q`, `bias_k`, ..."""
     named = {name.removeprefix(PREFIX): leaf for name, leaf in by_name(params).items() if name.startswith(PREFIX)}
     return {name.removesuffix(".w"): np.asarray(leaf.get_value()) for name, leaf in named.items()}
 
 
-def with_attention(params: nnx.State, target: nnx.State, attention: dict[str, np.ndarray]) -> nnx.State:
+def with_attention(params: PyTree, target: PyTree, attention: dict[str, np.ndarray]) -> PyTree:
     """The target's parameters: its attention from `attention`, all else from the source's."""
     source = by_name(params)
 
@@ -152,7 +153,7 @@ class Source:
         """The program of a config on this run's corpus."""
         return rundir.make_run_program(config, self.store)
 
-    def cross_entropy(self, config: RunConfig, params: nnx.State) -> float:
+    def cross_entropy(self, config: RunConfig, params: PyTree) -> float:
         """On as much of the validation split as training looks at."""
         scanned = config.model.model_copy(update={"scan_layers": True})  # compiles in a fraction of the time
         program, rows = self.program(config.model_copy(update={"model": scanned})), self.config.train.batch_size
@@ -161,7 +162,7 @@ class Source:
             step = make_eval_step(program, self.mesh)
             return evaluate(step, self.placed(program, params), windows, rows, self.mesh, limit=limit).summary()["ce"]
 
-    def placed(self, program: Any, params: nnx.State) -> nnx.State:
+    def placed(self, program: Any, params: PyTree) -> PyTree:
         """Parameters on the devices that the program wants them on."""
         return jax.device_put(params, sharding.shardings(program.abstract_state(self.mesh)["params"]))
 
@@ -183,6 +184,7 @@ def main() -> int:
     parser.add_argument("--cache-percent", type=float, help="the largest R within this share of MHA's cache bytes")
     parser.add_argument("--kv-heads", type=int, help="GQA's K")
     parser.add_argument("--calibrate", type=int, default=0, metavar="N", help="tokens that weigh the error; 0 = plain")
+    parser.add_argument("--ranks", type=int, nargs="*", help="also tell the CE at these; default: C/8, C/4, C/2, C")
     parser.add_argument("--step", default="newest", help="newest, best, or a step's number")
     parser.add_argument("--out", type=path, required=True, metavar="DIR", help="the new run directory")
     options = parser.parse_args()
@@ -194,11 +196,15 @@ def main() -> int:
             raise UserError(f"--to {options.to}: takes {flags}, one of them and nothing of another family")
     if options.calibrate < 0:
         raise UserError(f"--calibrate {options.calibrate}: must be 0 (plain) or a number of tokens")
+    if options.to != "lrkv" and (options.ranks or options.calibrate):
+        raise UserError(f"--to {options.to}: mean pooling takes neither --ranks nor --calibrate")
     if options.out.exists():
         raise UserError(f"--out {options.out}: is there already; nothing is overwritten")
 
     source = Source(options.run_dir, options.step)
     config, attention = source.config, attention_of(source.params)
+    for other in options.ranks or ():
+        lrkv_config(config.attention, other)  # refused before minutes of work
     if options.to == "gqa":
         target = gqa_config(config.attention, options.kv_heads)
         family = f"{config.family}-to-gqa{options.kv_heads}"
@@ -210,8 +216,9 @@ def main() -> int:
         family, moments = f"{config.family}-to-lrkv{rank}", source.moments(options.calibrate)
         convert = lambda wanted: to_lrkv(attention, wanted.rank, moments)  # noqa: E731
 
-    def params_of(wanted: AttentionConfig) -> tuple[RunConfig, nnx.State]:
-        made = config.with_attention(wanted).model_copy(update={"family": family})
+    def params_of(wanted: AttentionConfig) -> tuple[RunConfig, PyTree]:
+        thawed = config.optimizer.model_copy(update={"freeze": ()})  # names parameters of the source
+        made = config.with_attention(wanted).model_copy(update={"family": family, "optimizer": thawed})
         return made, with_attention(source.params, source.program(made).abstract_params(), convert(wanted))
 
     print(costs(config, target))
@@ -219,16 +226,16 @@ def main() -> int:
     result = params_of(target)
     print(f"                {source.cross_entropy(*result):.4f} after")
     if options.to == "lrkv":
-        for other in sorted({target.head_dim // 8, target.head_dim // 4, target.head_dim // 2, target.head_dim}):
-            print(
-                f"  R = {other:<10}{source.cross_entropy(*params_of(lrkv_config(config.attention, other))):.4f}",
-                flush=True,
-            )
+        ladder = [target.head_dim // 8, target.head_dim // 4, target.head_dim // 2, target.head_dim]
+        for other in sorted(set(ladder if options.ranks is None else options.ranks)):
+            wanted = lrkv_config(config.attention, other)
+            print(f"  R = {other:<10}{source.cross_entropy(*params_of(wanted)):.4f}", flush=True)
     config, params = result
     store = rundir.read_json(options.run_dir / "corpus.json")["store"]
-    write_run(options.out, config, params, options.run_dir / "tokenizer.json", store)
     program = source.program(config)
     found = report.score(config, program, source.placed(program, params), 0, source.store, source.mesh, "test")
+    # Scored first: what a kill leaves is a whole run directory or none.
+    write_run(options.out, config, params, options.run_dir / "tokenizer.json", store)
     found.write(options.out)
     print(report.table(found.eval))
     return 0

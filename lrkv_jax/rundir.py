@@ -125,9 +125,9 @@ def counts(store: Store) -> dict[str, Any]:
     return {split: store.counts(split)._asdict() for split in ("train", "validation", "test")}
 
 
-def lock(run_dir: AnyPath) -> None:
-    """Takes the run directory for this process, till it ends. Raises UserError where another trains in it, or where
-    it can't be written, before any work is done.
+def lock(run_dir: AnyPath, flag: str = "--run-dir") -> None:
+    """Takes a directory for this process, till it ends. Raises UserError where another works in it, or where it can't
+    be written, before any work is done; `flag` is what named it.
 
     A bucket has no locks: there, that no two runs use one directory is up to who starts them.
     """
@@ -137,9 +137,9 @@ def lock(run_dir: AnyPath) -> None:
         _held.append((run_dir / ".lock").open("a"))
         fcntl.flock(_held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"--run-dir {run_dir}: another process is training in it") from None
+        raise UserError(f"{flag} {run_dir}: another process is training in it") from None
     except OSError as error:
-        raise UserError(f"--run-dir {run_dir}: cannot be written ({error.strerror})") from None
+        raise UserError(f"{flag} {run_dir}: cannot be written ({error.strerror})") from None
 
 
 _held: list[IO[str]] = []  # locks of this process; closing a file would give its lock back

@@ -20,6 +20,8 @@ from lrkv_jax.config import RunConfig, flatten
 from lrkv_jax.settings import UserError, describe
 
 TOLERANCE = 1e-3  # of a matched quantity, as a share of the reference's
+# Where two families differ by being what they are; anything else of the attention is a confound, or is named.
+FAMILY = tuple(f"attention.{name}" for name in ("family", "kv_heads", "rank", "latent", "rope_mode"))
 # The knob that sets each family's cache, if it isn't K, the number of key/value heads.
 CACHE_KNOBS = {"lrkv": "rank", "mla": "latent"}
 
@@ -42,7 +44,7 @@ class Comparison(NamedTuple):
     """What is compared."""
     runs: tuple[str, ...]
     """Names; what is matched is matched to the first."""
-    differ: tuple[str, ...] = ("attention",)
+    differ: tuple[str, ...] = FAMILY
     """Fields, or sections, in which the runs may differ."""
     matched: Literal["parameters", "cache", "flops"] | None = None
     """What must be the same within a thousandth; None = the paper's way, only the attention is swapped."""
@@ -77,6 +79,8 @@ class Study(NamedTuple):
         if alone := sorted({name for stage in self.stages for name in stage.runs} - compared):
             raise UserError(f"study: {', '.join(alone)}: in no comparison, so nothing says what it may differ in")
         for comparison in self.comparisons:
+            if len(comparison.runs) < 2:
+                raise UserError(f"study: {comparison.title}: compares {len(comparison.runs)} runs; must be at least 2")
             self._check(comparison)
 
     def _check(self, comparison: Comparison) -> None:
@@ -108,6 +112,8 @@ def load_study(file: str) -> Study:
         study = runpy.run_path(file).get("study")
     except pydantic.ValidationError as error:
         raise UserError(f"{file}: {describe(error)}") from None
+    except (SyntaxError, ImportError, NameError) as error:
+        raise UserError(f"{file}: {type(error).__name__}: {error}") from None
     if not isinstance(study, Study):
         raise UserError(f"{file}: defines no `study = Study(...)`")
     study.check()
@@ -152,18 +158,18 @@ def match_parameters(config: RunConfig, reference: RunConfig) -> RunConfig:
 def match_cache(config: RunConfig, reference: RunConfig) -> RunConfig:
     """The config with the rank, latent or key/value heads whose cache bytes are nearest to the reference's."""
     knob = CACHE_KNOBS.get(config.attention.family, "kv_heads")
-    heads, head_dim = config.attention.heads, config.attention.head_dim
-    steps = [k for k in range(1, heads + 1) if heads % k == 0] if knob == "kv_heads" else range(1, 2 * heads * head_dim)
+    divisors = [k for k in range(1, config.attention.heads + 1) if config.attention.heads % k == 0]
     target = cost(reference, "cache")
 
     def bytes_at(value: int) -> float:
         return cost(_with(config, "attention", **{knob: value}), "cache")
 
-    if knob != "kv_heads":  # bytes grow by the same amount at each step
-        slope = bytes_at(2) - bytes_at(1)
-        nearest = 1 + round((target - bytes_at(1)) / slope)
-        return _with(config, "attention", **{knob: min(max(nearest, 1), steps[-1])})
-    return _with(config, "attention", **{knob: min(steps, key=lambda value: abs(bytes_at(value) - target))})
+    if knob != "kv_heads":  # bytes grow by the same amount at each step; codes that rotate come in pairs
+        step = 2 if getattr(config.attention, "rope_mode", None) == "latent" else 1
+        slope = bytes_at(2 * step) - bytes_at(step)
+        nearest = step * (1 + round((target - bytes_at(step)) / slope))
+        return _with(config, "attention", **{knob: max(nearest, step)})
+    return _with(config, "attention", **{knob: min(divisors, key=lambda value: abs(bytes_at(value) - target))})
 
 
 def match_flops(config: RunConfig, reference: RunConfig) -> RunConfig:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lrkv_jax import accounting, records
+from lrkv_jax import accounting, records, rundir
 from lrkv_jax.config import RunConfig
 from lrkv_jax.intervals import smallest_difference
 from lrkv_jax.settings import Parser, UserError, command
@@ -38,6 +38,8 @@ class Job(NamedTuple):
     name: str
     seed: int
     run_dir: Path
+    steps: int
+    """Of the whole run."""
 
     @property
     def title(self) -> str:
@@ -45,9 +47,10 @@ class Job(NamedTuple):
         return self.run_dir.name
 
     def result(self) -> dict | None:
-        """eval.json, once the run is finished."""
+        """eval.json of the last step; eval.py may have written one of an earlier."""
         path = self.run_dir / "eval.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        found = json.loads(path.read_text()) if path.exists() else None
+        return found if found and found["step"] == self.steps else None
 
     def step(self) -> int:
         """Steps done so far, by its metrics."""
@@ -66,10 +69,11 @@ class Sweep:
         self._logs = out / "logs"
         self._free = [cores(slot, jobs) for slot in range(jobs)]
         self._running: dict[Job, tuple[subprocess.Popen, set[int]]] = {}
-        self.failed: dict[Job, int] = {}
-        every = [Job(name, seed, out / f"{name}-s{seed}") for name, seed in study.order()]
+        self.failed: dict[Job, str] = {}
+        every = [Job(name, seed, out / f"{name}-s{seed}", study.runs[name].train.steps) for name, seed in study.order()]
         for job in every:
             check_same(study.runs[job.name], job)
+        check_corpora(study, every)
         self.done = [job for job in every if job.result()]
         self._waiting = [job for job in every if not job.result()]
         self.stopped = 0
@@ -77,11 +81,10 @@ class Sweep:
 
     def run(self) -> None:
         """Runs what waits, until nothing is left or a signal says to stop."""
-        for folder in (self._logs, self._results):
-            folder.mkdir(parents=True, exist_ok=True)
-        for job in self.done:
-            self._keep(job)
         with self._signals():
+            for job in self.done:
+                if not self.stopped:
+                    self._keep(job)
             try:
                 while (self._waiting and not self.stopped) or self._running:
                     while self._waiting and self._free and not self.stopped:
@@ -98,11 +101,13 @@ class Sweep:
         share = self._free.pop()
         train = [sys.executable, str(TRAIN), "--config", f"{self._file}:{job.name}"]
         train += ["--train.seed", str(job.seed), "--run-dir", str(job.run_dir)]
-        with (self._logs / f"{job.title}.log").open("ab") as log:
+        with (self._logs / f"{job.title}.log").open("wb") as log:
             process = subprocess.Popen(train, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        self._running[job] = process, share
         if share:
             os.sched_setaffinity(process.pid, share)
-        self._running[job] = process, share
+        if self.stopped:  # by a signal that came before this run was known
+            process.terminate()
         self._tell(f"{job.title}: started")
 
     def _collect(self) -> None:
@@ -116,24 +121,34 @@ class Sweep:
                 self.done.append(job)
                 self._keep(job)
                 self._tell(f"{job.title}: test CE {result['ce']:.4f}")
-            elif self.stopped:
+            elif self.stopped and process.returncode == 128 + signal.SIGTERM:
                 self._waiting.insert(0, job)
                 self._tell(f"{job.title}: stopped at step {job.step()}, saved")
+            elif self.stopped and process.returncode == -signal.SIGTERM:
+                self._waiting.insert(0, job)
+                self._tell(f"{job.title}: cut at step {job.step()}; its last checkpoint stands")
             else:
-                self.failed[job] = process.returncode
-                self._tell(f"{job.title}: exit status {process.returncode}: {self._last_line(job)}")
+                self.failed[job] = ending(process.returncode)
+                self._steps_at_start -= job.steps - job.step()
+                self._tell(f"{job.title}: {self.failed[job]}: {self._last_line(job)}")
 
     def _keep(self, job: Job) -> None:
         """Leaves a finished run's summary among the results."""
-        path = self._results / f"{job.title}.json"
-        if path.exists() and json.loads(path.read_text())["eval"] == job.result():
+        path, log = self._results / f"{job.title}.json", self._logs / f"{job.title}.diversity.log"
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        if kept.get("eval") == job.result() and "diversity" in kept:
             return
         diversity = [sys.executable, "-m", "lrkv_jax.diversity", str(job.run_dir)]
-        with (self._logs / f"{job.title}.log").open("ab") as log:
-            subprocess.run(diversity, stdout=log, stderr=subprocess.STDOUT, check=False)
+        with log.open("wb") as output:
+            done = subprocess.run(
+                diversity, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, check=False
+            )
+        if done.returncode:
+            self._tell(f"{job.title}: no diversity, {ending(done.returncode)}; its output: {log}")
         label = self._study.labels.get(job.name, job.name)
         summary = records.summarise(job.run_dir, job.name, job.seed, label)
-        records.write_summary(path, summary | {"shards": shards(self._study.runs[job.name])})
+        corpus = json.loads((job.run_dir / "corpus.json").read_text())["fingerprint"]
+        records.write_summary(path, summary | {"shards": shards(self._study.runs[job.name]), "corpus": corpus})
 
     def _last_line(self, job: Job) -> str:
         lines = (self._logs / f"{job.title}.log").read_text(errors="replace").split("\n")
@@ -144,27 +159,28 @@ class Sweep:
         """While entered, a signal goes to every run, and no new one starts."""
 
         def note(number: int, _: object) -> None:
+            if not self.stopped:  # a second one would make the runs end unsaved
+                for process, _ in self._running.values():
+                    process.terminate()
             self.stopped = number
-            for process, _ in self._running.values():
-                process.send_signal(signal.SIGTERM)
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-        yield
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _tell(self, event: str) -> None:
         print(f"\r{event}\x1b[K\n{self.status()}" if sys.stdout.isatty() else f"{event}\n{self.status()}", flush=True)
 
     def _steps_left(self) -> int:
         unfinished = [*self._waiting, *self._running]
-        return sum(self._study.runs[job.name].train.steps - job.step() for job in unfinished)
+        return sum(job.steps - job.step() for job in unfinished)
 
     def status(self) -> str:
         """One line: runs done, running and how far, left; time spent and, by the steps done in it, time to go."""
-        running = ", ".join(
-            f"{job.title} {100 * job.step() / self._study.runs[job.name].train.steps:.0f} %" for job in self._running
-        )
+        running = ", ".join(f"{job.title} {100 * job.step() / job.steps:.0f} %" for job in self._running)
         counts = {"done": len(self.done), "running": len(self._running), "left": len(self._waiting)}
         if self.failed:
             counts["failed"] = len(self.failed)
@@ -172,6 +188,11 @@ class Sweep:
         minutes, left = (time.monotonic() - self._started) / 60, self._steps_left()
         to_go = f"{minutes * left / (self._steps_at_start - left):.0f}" if left < self._steps_at_start else "?"
         return f"  {listed}; {minutes:.0f} min, {to_go} to go{f'; {running}' if running else ''}"
+
+
+def ending(status: int) -> str:
+    """How a process ended, in words."""
+    return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
 
 def cores(slot: int, jobs: int) -> set[int]:
@@ -189,6 +210,18 @@ def check_same(config: RunConfig, job: Job) -> None:
         config.model_copy(update={"train": train, "family": job.name}).check_resume(
             RunConfig.load(job.run_dir), job.run_dir
         )
+
+
+def check_corpora(study: Study, jobs: list[Job]) -> None:
+    """Raises UserError where runs of one data config read different texts (python_stdlib is each Python's own)."""
+    first: dict[str, tuple[Job, str]] = {}
+    for job in jobs:
+        path = job.run_dir / "corpus.json"
+        if path.exists():
+            fingerprint = json.loads(path.read_text())["fingerprint"]
+            other, theirs = first.setdefault(study.runs[job.name].data.model_dump_json(), (job, fingerprint))
+            if fingerprint != theirs:
+                raise UserError(f"{job.run_dir} is of another corpus than {other.run_dir}; their numbers don't compare")
 
 
 def shards(config: RunConfig) -> dict[str, int]:
@@ -222,23 +255,28 @@ def main() -> int:
     parser = Parser(prog="lrkv_jax.sweep", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("file", metavar="FILE", help="a study, like configs/study.py")
     parser.add_argument("--out", type=Path, help="run directories; default: runs/<file>")
-    parser.add_argument("--results", type=Path, help="where summaries are kept; default: results/<file>")
+    parser.add_argument("--results", type=Path, help="summaries; default: results/<file>, with --out OUT/results")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each on its share of the cores")
     parser.add_argument("--dry-run", action="store_true", help="print the runs and what they can show; run nothing")
     options = parser.parse_args()
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: must be at least 1")
     study, stem = load_study(options.file), Path(options.file).stem
-    out, results = options.out or Path("runs") / stem, options.results or Path("results") / stem
+    out = options.out or Path("runs") / stem
+    # A trial elsewhere must not replace what is kept.
+    results = options.results or (out / "results" if options.out else Path("results") / stem)
     sweep = Sweep(options.file, study, out, results, options.jobs)
     print(sweep.status().strip())
     print(power(study, sweep.done), flush=True)
     if options.dry_run:
         print("\n".join(f"{name}-s{seed}" for name, seed in study.order()))
         return 0
+    for folder in (out / "logs", results):
+        folder.mkdir(parents=True, exist_ok=True)
+    rundir.lock(out, "--out")
     sweep.run()
-    for job, status in sweep.failed.items():
-        print(f"failed: {job.title}, exit status {status}; its output: {out / 'logs' / job.title}.log", file=sys.stderr)
+    for job, how in sweep.failed.items():
+        print(f"failed: {job.title}, {how}; its output: {out / 'logs' / job.title}.log", file=sys.stderr)
     if sweep.stopped:
         return 128 + sweep.stopped
     return 1 if sweep.failed else 0

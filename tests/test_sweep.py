@@ -12,13 +12,14 @@ from lrkv_jax import study as studies
 from lrkv_jax.attention import gqa, lrkv, mla
 from lrkv_jax.config import load_configs
 from lrkv_jax.settings import UserError
-from lrkv_jax.study import Comparison, Stage, Study
+from lrkv_jax.study import FAMILY, Comparison, Stage, Study
 
 ROOT = Path(__file__).parent.parent
 BASE = load_configs(f"{ROOT}/configs/debug.py:mha")[1]
 # Large enough that a unit of MLP width is well below a thousandth of the parameters.
 WIDE = BASE.model_copy(update={"model": BASE.model.model_copy(update={"width": 48})})
 HEADS = {"heads": 6, "head_dim": 8}
+WIDE = WIDE.with_attention(gqa.Config(**HEADS))
 
 
 def of(*runs, **comparison):
@@ -34,17 +35,22 @@ def test_only_the_named_fields_may_differ():
     confounded = other.model_copy(update={"optimizer": optimizer})
     with pytest.raises(UserError, match=r"run0 and run1 differ in optimizer.peak_lr = 0.003 and 0.5"):
         of(WIDE, confounded).check()
-    of(WIDE, confounded, differ=("attention", "optimizer.peak_lr")).check()
+    of(WIDE, confounded, differ=(*FAMILY, "optimizer.peak_lr")).check()
+    unlike = WIDE.with_attention(gqa.Config(**HEADS, kv_heads=3, qk_norm=False))
+    with pytest.raises(UserError, match=r"attention\.qk_norm = True and False"):
+        of(WIDE, unlike).check()
     with pytest.raises(UserError, match=r"optimizer.peak_lr"):  # a name's beginning is no section
-        of(WIDE, confounded, differ=("attention", "optimizer.peak")).check()
+        of(WIDE, confounded, differ=(*FAMILY, "optimizer.peak")).check()
 
 
 def test_a_run_in_no_comparison_is_refused():
     """Bug: a run that no comparison names is never checked against the others it is drawn beside."""
     with pytest.raises(UserError, match="run1: in no comparison"):
-        of(WIDE, WIDE)._replace(comparisons=(Comparison("one", ("run0",)),)).check()
+        of(WIDE, WIDE, WIDE)._replace(comparisons=(Comparison("two", ("run0", "run2")),)).check()
+    with pytest.raises(UserError, match="compares 1 runs"):
+        of(WIDE).check()
     with pytest.raises(UserError, match="nobody: no such run"):
-        of(WIDE)._replace(stages=(Stage("all", ("nobody",)),)).check()
+        of(WIDE, WIDE)._replace(stages=(Stage("all", ("nobody",)),)).check()
 
 
 @pytest.mark.parametrize("family", [lrkv.Config(**HEADS, rank=2), gqa.Config(**HEADS, kv_heads=1)])
@@ -54,9 +60,9 @@ def test_matched_parameters(family):
     matched = studies.match_parameters(WIDE.with_attention(family), mha)
     assert abs(studies.cost(matched, "parameters") / studies.cost(mha, "parameters") - 1) < 1e-3
     assert matched.model.hidden > mha.model.hidden
-    of(mha, matched, differ=("attention", "model.mlp_width"), matched="parameters").check()
+    of(mha, matched, differ=(*FAMILY, "model.mlp_width"), matched="parameters").check()
     with pytest.raises(UserError, match="parameters of run1 are"):
-        of(mha, WIDE.with_attention(family), differ=("attention", "model.mlp_width"), matched="parameters").check()
+        of(mha, WIDE.with_attention(family), differ=(*FAMILY, "model.mlp_width"), matched="parameters").check()
 
 
 @pytest.mark.parametrize(
@@ -120,6 +126,12 @@ def test_a_failed_run_does_not_stop_the_rest_and_a_finished_one_is_skipped(tmp_p
     assert summary["eval"] == json.loads((tmp_path / "runs/study/mha-s0/eval.json").read_text())
     assert summary["shards"] == {"1": 256, "2": 128}  # 2 layers, keys and values of 2 heads of 8, float32
     assert len(summary["diversity"]) == 2
+
+    # What eval.py writes of an unfinished run is no end.
+    result = tmp_path / "runs/study/mha-s0/eval.json"
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"step": 1}))
+    assert "0 done" in sweep(tmp_path, "--dry-run").stdout.splitlines()[0]
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"step": 2}))
 
     second = sweep(tmp_path)
     assert "1 done, 0 running, 1 left" in second.stdout.splitlines()[0]
