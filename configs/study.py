@@ -6,7 +6,8 @@
 
 H=6, C=32, D=192, 6 layers, context 256, 4.1M tokens of the standard library's source with its tests, vocabulary 4096.
 R = 12, L and K stand to C, D and H nearly as the paper's do (46/128, 128/768, 3/6), so that shares of the cache are
-about the paper's, before QK-norm's scales and the rotary key. 41 runs of 3.9 to 4.4M parameters, each about ten minutes on one core of a shared cloud CPU in bfloat16.
+about the paper's, before QK-norm's scales and the rotary key. 41 runs of 3.9 to 4.4M parameters, each about ten minutes
+on one core of a shared cloud CPU in bfloat16.
 
 Rates: Muon's was chosen among three for each of the five families (configs/study_rates.py, results/study_rates/), the
 embedding's is lowered from the paper's 0.2 to 0.02, since each token is seen far more rarely.
