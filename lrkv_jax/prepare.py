@@ -24,9 +24,8 @@ def main() -> int:
     for split in SPLITS:
         counts = store.counts(split)
         print(f"{split:<12}{counts.documents:>12,}{counts.tokens:>16,}{counts.bytes:>16,}")
-    print(
-        f"{store.records:,} records of {store.record_tokens:,} tokens; {store.dropped_tokens:,} train tokens left over"
-    )
+    left = store.note or f"{store.dropped_tokens:,} train tokens left over"
+    print(f"{store.records:,} records of {store.record_tokens:,} tokens; {left}")
     return 0
 
 

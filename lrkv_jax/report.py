@@ -43,6 +43,7 @@ def score(config: RunConfig, program: Program, params: Any, step: int, store: St
         "split": split,
         "step": step,
         **found.summary(),
+        "scored": "answers" if store.marked else "text",
         "unigram_ce": unigram,
         "bigram_ce": bigram,
         "parameters": costs.parameters,
@@ -59,6 +60,7 @@ def score(config: RunConfig, program: Program, params: Any, step: int, store: St
 def table(result: dict[str, Any]) -> str:
     """The result as a person reads it."""
     split = result["split"]
+    tokens = f"{result['tokens']:,} tokens{' of answers' if result.get('scored') == 'answers' else ''}"
     rows = {
         "model": f"{result['family']}, step {result['step']:,}",
         f"{split} CE": f"{result['ce']:.4f} ± {number(result['ce_stderr'])} nats/token (standard error over documents)",
@@ -66,7 +68,7 @@ def table(result: dict[str, Any]) -> str:
         "bits per byte": number(result["bits_per_byte"]),
         "unigram CE": f"{result['unigram_ce']:.4f}",
         "bigram CE": f"{result['bigram_ce']:.4f} (interpolated)",
-        "scored": f"{result['tokens']:,} tokens, {result['bytes']:,} bytes, {result['documents']:,} documents",
+        "scored": f"{tokens}, {result['bytes']:,} bytes, {result['documents']:,} documents",
         "parameters": f"{result['parameters']:,}",
         "KV cache": f"{result['cache_bytes_per_token']:,} bytes/token, {result['cache_percent_of_mha']:.1f} % of MHA",
         "trained on": f"{result['train_tokens']:,} tokens, {result['train_flops']:.3g} FLOPs",

@@ -174,6 +174,8 @@ def test_fine_tune_resume_and_merge(source, tmp_path, run):
         place,
         "--model.lora-rank",
         2,
+        "--model.lora-targets",
+        "mlp.*",
     ]
     assert "lrkv, step 2" in run(*begin)
     scores = [row["step"] for row in read_rows(place / "metrics.jsonl") if row["kind"] == "eval"]

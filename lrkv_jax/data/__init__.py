@@ -7,7 +7,8 @@
 | file | what |
 |---|---|
 | config.py | DataConfig |
-| python_stdlib.py, text_files.py | our TFDS builders |
+| python_stdlib.py, text_files.py, sft.py | our TFDS builders |
+| chat.py | examples for supervised fine-tuning: template, ids, what is scored |
 | datasets.py | any TFDS dataset by name, without tensorflow |
 | corpus.py, split.py | its documents in three splits |
 | tokenizer.py | text to ids and back |
@@ -20,6 +21,7 @@
 | ngram.py | unigram and bigram cross-entropy to compare with |
 """
 
+from lrkv_jax.data.chat import Form
 from lrkv_jax.data.config import DataConfig
 from lrkv_jax.data.loader import Batches
 from lrkv_jax.data.ngram import ngram_cross_entropy
@@ -32,6 +34,7 @@ __all__ = [
     "Batches",
     "Counts",
     "DataConfig",
+    "Form",
     "Rows",
     "Store",
     "Tokenizer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pydantic
 
@@ -20,10 +20,12 @@ class DataConfig(Settings):
     """Corpus, tokenizer and context length."""
 
     dataset: str = pydantic.Field("python_stdlib", min_length=1)
-    """`python_stdlib`, `python_stdlib/with_tests`, `text_files`, or any TFDS name with a text feature (lm1b, c4/en)."""
+    """`python_stdlib`, `python_stdlib/with_tests`, `text_files`, or any TFDS name with a text feature (lm1b, c4/en);
+    `sft` for supervised fine-tuning on prompts and completions, or on chats (data/chat.py)."""
     path: str = ""
-    """text_files: a .txt, .jsonl or .parquet file, or a folder of them. Other datasets: a folder that TFDS prepared, or
-    the folder of files that the builder cannot download itself (TFDS calls it manual_dir)."""
+    """text_files: a .txt, .jsonl or .parquet file, or a folder of them. sft: a .jsonl file, or a folder of them. Other
+    datasets: a folder that TFDS prepared, or the folder of files that the builder cannot download itself (TFDS calls it
+    manual_dir)."""
     text_feature: str = "text"
     """The feature (TFDS), key (.jsonl) or column (.parquet) that holds a document's text."""
     validation_percent: Percent = 5.0
@@ -41,18 +43,35 @@ class DataConfig(Settings):
     record_tokens: pydantic.PositiveInt = 8192
     """M: tokens a record of the store, so that one store serves every context length that divides it."""
     document_mask: bool = False
-    """Attention stays within a document and positions restart at each."""
+    """Attention stays within a document and positions restart at each; with dataset = sft they always do."""
+    template: str = "<|{role}|>\n{content}\n"
+    """sft: a chat's message as text, from its role (system, user, assistant, tool) and content."""
+    too_long: Literal["drop", "truncate"] = "drop"
+    """sft: what becomes of an example of more than `context` + 1 tokens; how many there were is told."""
     cache_dir: str = DEFAULT_CACHE
     """Where datasets, tokenizers and token stores are kept; the environment's LRKV_CACHE replaces the default. With a
     bucket (gs://...) that is still the default, into which what others made is fetched from there, and put there."""
 
     def model_post_init(self, _: object) -> None:
         """Checks across fields."""
-        if self.record_tokens % self.context:
+        if self.record_tokens % self.context and not self.marked:
             relation = "is longer than" if self.context > self.record_tokens else "must divide"
             raise ValueError(f"context = {self.context} {relation} record_tokens = {self.record_tokens}")
         if self.dataset == "text_files" and not self.path:
             raise ValueError("path is empty: dataset = text_files needs a file or folder of text")
+        fields = [self.template.count(name) for name in ("{role}", "{content}")]
+        if fields != [1, 1] or self.template.index("{role}") > self.template.index("{content}"):
+            raise ValueError(f"template = {self.template!r}: must hold {{role}} and then {{content}}, once each")
+
+    @property
+    def marked(self) -> bool:
+        """Whether ids say what is scored and where documents begin (marks.py)."""
+        return self.dataset == "sft"
+
+    @property
+    def isolated(self) -> bool:
+        """Whether attention stays within documents."""
+        return self.document_mask or self.marked
 
     def cache(self) -> Path:
         """The cache directory, resolved; it need not exist yet."""

@@ -20,6 +20,7 @@ import tensorflow_datasets as tfds
 from lrkv_jax.data.config import DataConfig
 from lrkv_jax.data.files import disk_is_full, key_of
 from lrkv_jax.data.python_stdlib import PythonStdlib, source_files
+from lrkv_jax.data.sft import Sft, SftConfig, example_files
 from lrkv_jax.data.text_files import TextFiles, TextFilesConfig, text_files
 from lrkv_jax.settings import UserError
 
@@ -32,7 +33,7 @@ def prepared_builder(config: DataConfig, root: Path, progress: bool) -> tuple[tf
     with quiet(shown=False):
         builder = _builder(config, root)
     _build(builder, config, progress)
-    if isinstance(builder, TextFiles):  # which has given the text its own name
+    if isinstance(builder, TextFiles | Sft):  # which has given the text its own name
         return builder, "text"
     texts = [name for name, feature in builder.info.features.items() if isinstance(feature, tfds.features.Text)]
     if config.text_feature not in texts:
@@ -54,6 +55,8 @@ def source_key(config: DataConfig) -> str:
         root, files = source_files(variant == "with_tests")
     elif config.dataset == TextFiles.name:
         root, files = text_files(config.path)
+    elif config.marked:
+        root, files = example_files(config.path)
     elif config.path:
         root = Path(config.path).expanduser()
         if not root.is_dir():
@@ -74,6 +77,8 @@ def _builder(config: DataConfig, root: Path) -> tfds.core.DatasetBuilder:
         return PythonStdlib(config=variant or "without_tests", **keep)
     if name == TextFiles.name:
         return TextFiles(config=TextFilesConfig(name="files", path=config.path, feature=config.text_feature), **keep)
+    if config.marked:
+        return Sft(config=SftConfig(name="files", path=config.path), **keep)
     if config.path and (Path(config.path).expanduser() / "dataset_info.json").is_file():
         return tfds.builder_from_directory(Path(config.path).expanduser())
     with foreign_errors(config.dataset):
@@ -90,7 +95,7 @@ def _builder(config: DataConfig, root: Path) -> tfds.core.DatasetBuilder:
 
 
 def _unknown(name: str) -> str:
-    known = [PythonStdlib.name, TextFiles.name, *tfds.list_builders(with_community_datasets=False)]
+    known = [PythonStdlib.name, TextFiles.name, Sft.name, *tfds.list_builders(with_community_datasets=False)]
     near = difflib.get_close_matches(name.partition("/")[0], known, 3)
     hint = f"did you mean {' or '.join(near)}?" if near else "take python_stdlib, text_files or a name of TFDS"
     return f"data.dataset = {name}: no such dataset; {hint}"
@@ -103,7 +108,7 @@ def _build(builder: tfds.core.DatasetBuilder, config: DataConfig, progress: bool
         for left in target.parent.glob("incomplete.*"):  # of a killed run: we hold the lock
             shutil.rmtree(left)
         manual = str(Path(config.path).expanduser()) if config.path else None
-        ours = isinstance(builder, PythonStdlib | TextFiles)
+        ours = isinstance(builder, PythonStdlib | TextFiles | Sft)
         with quiet(shown=progress and not ours), foreign_errors(config.dataset):
             builder.download_and_prepare(download_config=tfds.download.DownloadConfig(manual_dir=manual))
     if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lrkv_jax import marks
 from lrkv_jax.data.split import TEST, VALIDATION
 from lrkv_jax.data.store import Store
 
@@ -41,6 +42,9 @@ class _Counts:
         for start in range(0, last, per_chunk):
             records = np.stack([store.record(n) for n in range(start, min(start + per_chunk, last))])
             records = records.astype(np.int64)
+            if store.marked:
+                self._count(*marks.pairs(records))
+                continue
             if start == 0:  # nothing precedes the stream: its first document begins like every other
                 self._add(np.array([tokenizer.end_id]), records[0, :1], tokenizer)
             self._add(records[:, :-1].ravel(), records[:, 1:].ravel(), tokenizer)
@@ -49,6 +53,9 @@ class _Counts:
         if tokenizer.begin_id != tokenizer.end_id:  # begin follows end, but is never scored
             scored = token != tokenizer.begin_id
             before, token = before[scored], token[scored]
+        self._count(before, token)
+
+    def _count(self, before: np.ndarray, token: np.ndarray) -> None:
         self._unigrams += np.bincount(token, minlength=self._vocab)
         self._contexts += np.bincount(before, minlength=self._vocab)
         new, counts = np.unique(before * self._vocab + token, return_counts=True)
@@ -58,8 +65,8 @@ class _Counts:
 
     def probabilities(self, store: Store, split: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For each scored token: p1, relative frequency after its predecessor, whether that was ever seen; [tokens]."""
-        pairs = [(sequence[:-1], sequence[1:]) for sequence in store.windows(split).sequences()]
-        before, token = (np.concatenate(column).astype(np.int64) for column in zip(*pairs, strict=True))
+        columns = zip(*store.windows(split).pairs(), strict=True)
+        before, token = (np.concatenate(column).astype(np.int64) for column in columns)
         unigram = (self._unigrams[token] + 1) / (self._unigrams.sum() + self._vocab)
         keys = before * self._vocab + token
         found = np.minimum(np.searchsorted(self._keys, keys), self._keys.size - 1)

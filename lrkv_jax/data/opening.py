@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from lrkv_jax import storage
+from lrkv_jax.data.chat import Form
 from lrkv_jax.data.config import DataConfig
 from lrkv_jax.data.files import key_of, machine_refusals, only_process
 from lrkv_jax.data.mirror import fetch, publish
@@ -68,18 +70,24 @@ def _prepare(config: DataConfig, vocab: int, given: AnyPath | None, corpus: Corp
 
     corpus.prepare(progress)
     tokenizer = _tokenizer(config, vocab, given, corpus)
+    if tokenizer is None and config.marked:
+        raise UserError(
+            f"data.tokenizer is empty: dataset = {config.dataset} needs the tokenizer of a model; --init-from RUN_DIR "
+            f"brings it along"
+        )
     if tokenizer is None:
         tokenizer = Tokenizer.train(_training_texts(corpus, progress), vocab, config.begin_token, config.end_token)
         tokenizer.save(_trained_path(config, vocab, corpus))
     directory = _directory(config, corpus, tokenizer)
     if not (directory / MANIFEST).exists():
-        write_store(directory, corpus, tokenizer, config.record_tokens, progress)
+        form = Form.of(config, tokenizer) if config.marked else None
+        write_store(directory, corpus, tokenizer, config.context if form else config.record_tokens, form, progress)
     return Store(directory, config)
 
 
 def _tokenizer(config: DataConfig, vocab: int, given: AnyPath | None, corpus: Corpus) -> Tokenizer | None:
     """The tokenizer to use if it exists: the run's, the config's, or the one trained before."""
-    path = given or (Path(config.tokenizer).expanduser() if config.tokenizer else _trained_path(config, vocab, corpus))
+    path = given or (storage.path(config.tokenizer) if config.tokenizer else _trained_path(config, vocab, corpus))
     if not path.exists() and not given and not config.tokenizer:
         return None
     tokenizer = Tokenizer.load(path, config.begin_token, config.end_token)
@@ -94,7 +102,8 @@ def _trained_path(config: DataConfig, vocab: int, corpus: Corpus) -> Path:
 
 
 def _directory(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> Path:
-    key = key_of(FORMAT, corpus.key, tokenizer.sha256, tokenizer.begin_id, tokenizer.end_id, config.record_tokens)
+    cut = [config.context, config.template, config.too_long] if config.marked else config.record_tokens
+    key = key_of(FORMAT, corpus.key, tokenizer.sha256, tokenizer.begin_id, tokenizer.end_id, cut)
     return config.cache() / "stores" / f"{config.dataset.replace('/', '-').replace(':', '-')}-{key}"
 
 

@@ -13,7 +13,7 @@ from lrkv_jax.data.config import DataConfig
 from lrkv_jax.data.loader import Batches
 from lrkv_jax.data.split import TRAIN
 from lrkv_jax.data.tokenizer import Tokenizer
-from lrkv_jax.data.windows import Windows
+from lrkv_jax.data.windows import ExampleWindows, Windows
 from lrkv_jax.settings import UserError
 
 FORMAT = 1
@@ -33,6 +33,9 @@ class Counts(NamedTuple):
 class Store:
     """A complete token store. Reading it raises UserError, naming the directory, where a file is damaged."""
 
+    marked: bool = False
+    """Whether records hold examples for supervised fine-tuning: marked ids, a record a row of T + 1 (marks.py)."""
+
     def __init__(self, directory: Path, config: DataConfig) -> None:
         """Checks each file against the manifest. Raises UserError naming the directory where one does not fit."""
         self.directory = directory
@@ -41,6 +44,7 @@ class Store:
         self.fingerprint: str = self._manifest["fingerprint"]
         """Identifies text, splits, tokenizer and record length; neither paths nor machine enter it."""
         self.record_tokens: int = self._manifest["record_tokens"]
+        self.marked = self._manifest.get("marked", False)
         self.tokenizer = Tokenizer.load(directory / "tokenizer.json", config.begin_token, config.end_token)
         if self.tokenizer.sha256 != self._manifest["tokenizer_sha256"]:
             raise damaged(directory, "tokenizer.json is not the one it was made with")
@@ -50,6 +54,17 @@ class Store:
         """Documents, tokens and bytes of a split."""
         totals = self._manifest["splits"][split]
         return Counts(totals["documents"], totals["tokens"], totals["bytes"])
+
+    @property
+    def note(self) -> str:
+        """What became of examples longer than the context; empty where there were none."""
+        told = []
+        for split, totals in self._manifest["splits"].items():
+            if totals.get("long"):
+                cut, lost = totals["long"] - totals["lost"], totals["lost"]
+                shares = [f"{count:,} {what}" for count, what in ((cut, "cut"), (lost, "left out")) if count]
+                told.append(f"{' and '.join(shares)} of {totals['documents'] + lost:,} in {split}")
+        return f"examples longer than data.context = {self.context}: {', '.join(told)}" if told else ""
 
     @property
     def dropped_tokens(self) -> int:
@@ -76,8 +91,10 @@ class Store:
             raise UserError(f"split {split!r} cannot be scored by document; take {held_out}")
         files = [self.directory / shard["file"] for shard in self._manifest["splits"][split]["shards"]]
         table = np.concatenate([np.load(file.with_suffix(".npy")) for file in files])
-        special = (self.tokenizer.begin_id, self.tokenizer.end_id)
-        return Windows(lambda number: self._read(split, number), table[:, 0], table[:, 1], self.context, *special)
+        columns = (lambda number: self._read(split, number)), table[:, 0], table[:, 1], self.context
+        if self.marked:
+            return ExampleWindows(*columns, self.tokenizer.end_id)
+        return Windows(*columns, self.tokenizer.begin_id, self.tokenizer.end_id)
 
     def _source(self, shards: list[dict]) -> ArrayRecordDataSource:
         files = []
@@ -103,7 +120,8 @@ class Store:
             content = self._sources[split][number]
         except RuntimeError as error:  # ArrayRecord checks a hash of each record
             raise damaged(self.directory, f"{split} record {number}: {error}") from error
-        return np.frombuffer(content, self.tokenizer.dtype.newbyteorder("<")).astype(np.int32)
+        dtype = np.dtype(np.uint32) if self.marked else self.tokenizer.dtype
+        return np.frombuffer(content, dtype.newbyteorder("<")).astype(np.int32)
 
 
 def damaged(directory: Path, what: str) -> UserError:

@@ -16,7 +16,7 @@ from lrkv_jax.settings import UserError
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
-def text_files(path: str) -> tuple[Path, list[Path]]:
+def text_files(path: str, suffixes: tuple[str, ...] = SUFFIXES) -> tuple[Path, list[Path]]:
     """The folder and its text files, subfolders included, in the order of their names; a single file counts as one.
 
     Raises UserError where there are none.
@@ -25,9 +25,9 @@ def text_files(path: str) -> tuple[Path, list[Path]]:
     if not root.exists():
         raise UserError(f"data.path = {path}: no such file or folder")
     found = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
-    files = [file for file in found if file.suffix in SUFFIXES]
+    files = [file for file in found if file.suffix in suffixes]
     if not files:
-        raise UserError(f"data.path = {path}: no {', '.join(SUFFIXES)} file")
+        raise UserError(f"data.path = {path}: no {', '.join(suffixes)} file")
     return (root.parent if root.is_file() else root), files
 
 
@@ -39,19 +39,24 @@ def read_texts(file: Path, feature: str) -> Iterator[str]:
     if file.suffix == ".parquet":
         yield from _parquet_texts(file, feature)
         return
-    content = file.read_bytes()
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file}: not UTF-8 at byte {error.start} ({content[error.start : error.start + 1]!r})"
-        ) from None
+    text = decoded(file)
     if file.suffix == ".txt":
         yield text
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield _json_text(line, feature, f"{file}:{number}")
+
+
+def decoded(file: Path) -> str:
+    """A file's text. Raises UserError naming the place where it is not UTF-8."""
+    content = file.read_bytes()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file}: not UTF-8 at byte {error.start} ({content[error.start : error.start + 1]!r})"
+        ) from None
 
 
 def _json_text(line: str, feature: str, place: str) -> str:

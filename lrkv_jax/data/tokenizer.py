@@ -77,6 +77,14 @@ class Tokenizer:
         """Ids of a text, without begin and end."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
+    def encode_markup(self, text: str) -> list[int]:
+        """Ids of text that is ours and not a document's: special tokens in it are read as such."""
+        self._backend.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self._backend.encode_special_tokens = True
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of several texts, on all cores; each [ids] int32."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)

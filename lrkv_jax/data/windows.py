@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lrkv_jax import marks
+
 
 class Rows(NamedTuple):
     """Some rows of the windows; T is the context length."""
@@ -71,6 +73,11 @@ class Windows:
                 weights[row, : following.size] = 1
         return Rows(inputs, labels, weights, numbers.astype(np.int32))
 
+    def pairs(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of each document in order, the tokens scored and those before them."""
+        for sequence in self.sequences():
+            yield sequence[:-1], sequence[1:]
+
     def sequence(self, number: int) -> np.ndarray:
         """Document `number` as begin + ids + end, int32."""
         return np.concatenate([[self._begin_id], self._read(number), [self._end_id]]).astype(np.int32)
@@ -78,3 +85,40 @@ class Windows:
     def sequences(self) -> Iterator[np.ndarray]:
         """All documents in order."""
         return map(self.sequence, range(len(self.document_tokens)))
+
+
+class ExampleWindows(Windows):
+    """A held-out split of examples (chat.py), a row each; scored is what the model is to say, and each end."""
+
+    def __init__(
+        self,
+        read: Callable[[int], np.ndarray],
+        tokens: np.ndarray,
+        document_bytes: np.ndarray,
+        context: int,
+        end_id: int,
+    ) -> None:
+        """`read(number)` gives an example's marked ids, T + 1 at most; `tokens` [documents] are those scored."""
+        super().__init__(read, np.zeros_like(tokens), document_bytes, context, end_id, end_id)
+        self.document_tokens = tokens
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """Rows start to stop - 1; fewer where the split ends before."""
+        numbers = np.arange(start, max(start, min(stop, len(self))), dtype=np.int32)
+        shape = len(numbers), self._context
+        found = Rows(*(np.full(shape, self._end_id, np.int32) for _ in range(2)), np.zeros(shape, np.float32), numbers)
+        for row, number in enumerate(numbers):
+            marked = self._read(int(number))
+            ids = marked & marks.IDS
+            found.inputs[row, : ids.size - 1] = ids[:-1]
+            found.labels[row, : ids.size - 1] = ids[1:]
+            found.weights[row, : ids.size - 1] = marked[1:] & marks.SCORED != 0
+        return found
+
+    def sequence(self, number: int) -> np.ndarray:
+        """Example `number` as ids, int32: what it begins with, all its parts and ends."""
+        return self._read(number) & marks.IDS
+
+    def pairs(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of each example in order, the tokens scored and those before them."""
+        return (marks.pairs(self._read(number)) for number in range(len(self)))

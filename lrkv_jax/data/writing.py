@@ -9,6 +9,9 @@
 The train split is one stream, every document followed by the end token (and preceded by the begin token where that is
 another), cut into records of M + 1 ids of which the last is the next record's first: as many labels as inputs, none
 lost between records. What is left over at the end is dropped and counted. Held-out splits keep one record a document.
+
+Examples for supervised fine-tuning stay whole. Their records are marked ids (marks.py): in the train split rows of
+T + 1 into which examples are packed, in the others one example each.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from tqdm import tqdm
 
+from lrkv_jax import marks
+from lrkv_jax.data.chat import Form
 from lrkv_jax.data.corpus import Corpus
 from lrkv_jax.data.files import replacing, write_atomically
 from lrkv_jax.data.split import SPLITS, TRAIN
@@ -37,16 +42,28 @@ BATCH_BYTES = 2**20  # of text handed to the tokenizer's threads at once
 PROBED = 16  # train documents on which a tokenizer is tried
 
 
+COUNTED = ("documents", "tokens", "bytes", "records", "dropped")  # summed over the shards of a split
+
+
 class Encoded(NamedTuple):
-    """A document: its number in its split, its ids without begin and end, the bytes of its text."""
+    """A document: its number in its split, its ids without begin and end, the bytes of its text.
+
+    An example (chat.py): its marked ids, none where it is left out, the bytes of its answers, whether it is whole.
+    """
 
     number: int
     ids: np.ndarray
     bytes: int
+    whole: bool = True
 
 
-def write_store(directory: Path, corpus: Corpus, tokenizer: Tokenizer, record_tokens: int, progress: bool) -> None:
-    """Makes `directory` a complete store, keeping the shards that are already there."""
+def write_store(
+    directory: Path, corpus: Corpus, tokenizer: Tokenizer, record_tokens: int, form: Form | None, progress: bool
+) -> None:
+    """Makes `directory` a complete store, keeping the shards that are already there.
+
+    With a `form` documents are examples, and a record holds M + 1 marked ids of whole ones.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for left in directory.glob(".*"):  # half-written by a killed run
         left.unlink()
@@ -62,8 +79,10 @@ def write_store(directory: Path, corpus: Corpus, tokenizer: Tokenizer, record_to
             file=sys.stderr,
         )
         with bar:
-            splits[split] = _write_split(directory, split, corpus, tokenizer, record_tokens, bar)
-    if not splits[TRAIN]["records"]:
+            splits[split] = _write_split(directory, split, corpus, tokenizer, record_tokens, form, bar)
+    if form is not None:
+        _check_examples(splits, record_tokens)
+    elif not splits[TRAIN]["records"]:
         raise UserError(
             f"the train split has {splits[TRAIN]['tokens']} tokens, fewer than one record of data.record_tokens = "
             f"{record_tokens} and its last label: add text or lower data.record_tokens"
@@ -76,6 +95,7 @@ def write_store(directory: Path, corpus: Corpus, tokenizer: Tokenizer, record_to
         "vocab_size": tokenizer.vocab_size,
         "tokenizer_sha256": tokenizer.sha256,
         "splits": splits,
+        **({} if form is None else {"marked": True}),
     }
     manifest = {"fingerprint": fingerprint_of(content), "dataset": corpus.name} | content
     write_atomically(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -90,7 +110,13 @@ def fingerprint_of(content: dict) -> str:
 
 
 def _write_split(
-    directory: Path, split: str, corpus: Corpus, tokenizer: Tokenizer, record_tokens: int, bar: tqdm
+    directory: Path,
+    split: str,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    record_tokens: int,
+    form: Form | None,
+    bar: tqdm,
 ) -> dict:
     """Writes the shards of a split that are missing; returns its totals and its shards, for the manifest."""
     shards: list[dict] = []
@@ -99,8 +125,10 @@ def _write_split(
         path = directory / f"{split}-{len(shards):05d}.array_record"
         shard = _finished(path)
         if shard is None:
-            documents = watched(encode(corpus, tokenizer, split, position[0]), bar)
-            if split == TRAIN:
+            documents = watched(encode(corpus, tokenizer, split, position[0], form), bar)
+            if form is not None:
+                shard = _write_examples(path, documents, tokenizer.end_id, record_tokens + 1)
+            elif split == TRAIN:
                 shard = _write_stream(path, documents, position, tokenizer, record_tokens)
             else:
                 shard = _write_documents(path, documents, position, tokenizer)
@@ -108,7 +136,7 @@ def _write_split(
         shards.append(shard)
         position = shard["next"]
     totals = {
-        name: sum(shard[name] for shard in shards) for name in ("documents", "tokens", "bytes", "records", "dropped")
+        name: sum(shard[name] for shard in shards) for name in (*COUNTED, *(() if form is None else ("long", "lost")))
     }
     return totals | {
         "shards": [{name: shard[name] for name in ("file", "records", "size", "sha256")} for shard in shards]
@@ -139,13 +167,17 @@ def _finished(path: Path) -> dict | None:
         return None
 
 
-def encode(corpus: Corpus, tokenizer: Tokenizer, split: str, start: int) -> Iterator[Encoded]:
+def encode(corpus: Corpus, tokenizer: Tokenizer, split: str, start: int, form: Form | None) -> Iterator[Encoded]:
     """The documents of a split from number `start` on, tokenized some at a time on all cores."""
     batch: list[tuple[int, bytes]] = []
 
     def encoded() -> Iterator[Encoded]:
-        ids = tokenizer.encode_batch([text.decode() for _, text in batch])
-        yield from (Encoded(number, of_one, len(text)) for (number, text), of_one in zip(batch, ids, strict=True))
+        texts = [text.decode() for _, text in batch]
+        if form is not None:
+            found = [tuple(example) for example in form.encode(texts, training=split == TRAIN)]
+        else:
+            found = zip(tokenizer.encode_batch(texts), (len(text) for _, text in batch), strict=True)
+        yield from (Encoded(number, *of_one) for (number, _), of_one in zip(batch, found, strict=True))
         batch.clear()
 
     size = 0
@@ -200,8 +232,7 @@ def _write_documents(path: Path, documents: Iterator[Encoded], position: list[in
             last = False
             break
     table = np.array(index, np.int64).reshape(-1, 2)
-    with replacing(path.with_suffix(".npy")) as unfinished, unfinished.open("wb") as file:
-        np.save(file, table)
+    _write_table(path, table)
     return _write_records(path, payloads) | {
         "documents": len(index),
         "tokens": length,
@@ -209,6 +240,49 @@ def _write_documents(path: Path, documents: Iterator[Encoded], position: list[in
         "dropped": 0,
         "next": None if last else [position[0] + len(index), 0],
     }
+
+
+def _write_examples(path: Path, documents: Iterator[Encoded], end_id: int, size: int) -> dict:
+    """One shard of examples: packed into rows of `size` ids for training, one a record where they are held out."""
+    read, length, last = [], 0, True
+    for document in documents:
+        read.append(document)
+        length += document.ids.size
+        if length >= SHARD_TOKENS:
+            last = False
+            break
+    kept = [document for document in read if document.ids.size]
+    table = np.array([(marks.scored(document.ids), document.bytes) for document in kept], np.int64).reshape(-1, 2)
+    rows = [document.ids for document in kept]
+    if path.name.startswith(TRAIN):
+        rows = list(marks.pack(rows, size, end_id))
+    else:
+        _write_table(path, table)
+    return _write_records(path, rows) | {
+        "documents": len(kept),
+        "tokens": int(table[:, 0].sum()),
+        "bytes": int(table[:, 1].sum()),
+        "dropped": 0,
+        "long": sum(not document.whole for document in read),
+        "lost": len(read) - len(kept),
+        "next": None if last else [read[-1].number + 1, 0],
+    }
+
+
+def _check_examples(splits: dict[str, dict], context: int) -> None:
+    """Refuses a split none of whose examples fits."""
+    for split, totals in splits.items():
+        if not totals["documents"]:
+            raise UserError(
+                f"the {split} split has no example of at most data.context + 1 = {context + 1} tokens among "
+                f"{totals['lost']}: raise data.context{' or set data.too_long' if split == TRAIN else ''}"
+            )
+
+
+def _write_table(path: Path, table: np.ndarray) -> None:
+    """Counts of each document of a held-out split, [documents, 2]."""
+    with replacing(path.with_suffix(".npy")) as unfinished, unfinished.open("wb") as file:
+        np.save(file, table)
 
 
 def _write_records(path: Path, payloads: list[np.ndarray]) -> dict:
