@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -37,9 +36,10 @@ def test_config_files_hold_the_five_families(path):
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_studies_compare_what_can_be_compared(path):
     """Bugs: a study that its own check refuses; a run that `train.py --config FILE:name` does not know."""
-    study = load_study(str(path))
-    assert f"python -m lrkv_jax.sweep configs/{path.name}" in ast.get_docstring(ast.parse(path.read_text()))
-    assert runpy.run_path(str(path))["configs"] == study.runs
+    text = path.read_text()
+    assert load_study(str(path)).order()
+    assert f"python -m lrkv_jax.sweep configs/{path.name}" in ast.get_docstring(ast.parse(text))
+    assert "\nconfigs = study.runs\n" in text
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
