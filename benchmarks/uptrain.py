@@ -5,8 +5,9 @@
     python benchmarks/uptrain.py                                  draws the picture and prints the table again
 
 The run becomes LRKV at three cache budgets (calibrated on 65,536 tokens) and GQA at two like ones (mean pooling), and
-each trains on for a tenth of the original's steps, on the same corpus in another order: half the original's rates, a
-cosine to zero. So does the original itself, since training on improves any model. Validation CE is of the same windows.
+each trains on for a tenth of the original's steps, on the same corpus in another order: a tenth of the original's rates,
+a cosine to zero (half of them made the original itself worse: docs/log.md). So does the original itself, since training
+on changes any model. Validation CE is of the same windows.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ UPTRAINING = {
     "--train.steps": 100,
     "--train.eval-every": 20,
     "--train.seed": 1,
-    "--optimizer.peak-lr": 0.01,
-    "--optimizer.embed-lr": 0.01,
-    "--optimizer.unembed-lr": 0.002,
+    "--optimizer.peak-lr": 0.002,
+    "--optimizer.embed-lr": 0.002,
+    "--optimizer.unembed-lr": 0.0004,
     "--optimizer.warmup-steps": 10,
     "--checkpoint.every-steps": 100,
 }
