@@ -5,8 +5,8 @@
     python benchmarks/uptrain.py                                  draws the picture and prints the table again
 
 The run becomes LRKV at three cache budgets (calibrated on 65,536 tokens) and GQA at two like ones (mean pooling), and
-each trains on for a tenth of the original's steps, on the same corpus in another order: a tenth of the original's rates,
-a cosine to zero (half of them made the original itself worse: docs/log.md). So does the original itself, since training
+each trains on for a tenth of the original's steps, on the same corpus in another order, at a tenth of its rates with
+a cosine to zero (half of them made the original worse: docs/log.md). So does the original itself, since training
 on changes any model. Validation CE is of the same windows.
 """
 
