@@ -175,8 +175,8 @@ class Source:
         return calibrate(self.program(plain), self.params, batches.batch_at, tokens)
 
 
-def main() -> int:
-    """Command line to exit status."""
+def read_options() -> argparse.Namespace:
+    """The command line, refused in one line where its flags don't go together."""
     parser = Parser(prog="lrkv_jax.convert", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("run_dir", type=path, metavar="RUN_DIR")
     parser.add_argument("--to", choices=("lrkv", "gqa"), default="lrkv")
@@ -200,7 +200,12 @@ def main() -> int:
         raise UserError(f"--to {options.to}: mean pooling takes neither --ranks nor --calibrate")
     if options.out.exists():
         raise UserError(f"--out {options.out}: is there already; nothing is overwritten")
+    return options
 
+
+def main() -> int:
+    """Command line to exit status."""
+    options = read_options()
     source = Source(options.run_dir, options.step)
     config, attention = source.config, attention_of(source.params)
     for other in options.ranks or ():
