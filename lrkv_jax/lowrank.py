@@ -105,22 +105,3 @@ def _roots(outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     values, vectors = np.linalg.eigh(outputs)
     root = np.sqrt(np.maximum(values, np.finfo(float).tiny))[:, None]
     return (vectors * root) @ vectors.swapaxes(1, 2), (vectors / root) @ vectors.swapaxes(1, 2)
-
-
-def water_fill(errors: np.ndarray, budget: int, costs: np.ndarray | int = 1) -> np.ndarray:
-    """Ranks [layers] that spend a budget where it lowers the error most: errors [layers, C+1] by rank, non-increasing.
-
-    Greedy by error saved per cost, which is optimal where each layer's savings shrink with rank, as eigenvalues do.
-    Ranks cost `costs` a unit. What is left of the budget is less than one unit.
-    """
-    layers, ranks = errors.shape
-    costs = np.broadcast_to(costs, layers)
-    found = np.zeros(layers, int)
-    while True:
-        open_ = (found < ranks - 1) & (costs <= budget)
-        if not open_.any():
-            return found
-        saved = errors[np.arange(layers), found] - errors[np.arange(layers), np.minimum(found + 1, ranks - 1)]
-        best = int(np.argmax(np.where(open_, saved / costs, -np.inf)))
-        found[best] += 1
-        budget -= int(costs[best])

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from lrkv_jax.lowrank import factorise, water_fill
+from lrkv_jax.lowrank import factorise
 
 K, D, C = 3, 11, 6
 
@@ -77,11 +77,3 @@ def test_error_falls_with_rank():
     errors = [factorise(weights, rank, inputs, outputs).error for rank in range(C + 1)]
     assert all(b < a for a, b in itertools.pairwise(errors))
     assert errors[-1] < 1e-12
-
-
-def test_water_filling():
-    """Bug: the layer with the largest error takes all, instead of the one whose error falls most."""
-    errors = np.array([[10.0, 9.9, 9.8, 9.7], [4.0, 1.0, 0.5, 0.4], [3.0, 2.0, 1.0, 0.0]])
-    assert water_fill(errors, 3).tolist() == [0, 1, 2]
-    assert water_fill(errors, 100).tolist() == [3, 3, 3]
-    assert water_fill(errors, 5, 2).tolist() == [0, 1, 1]
