@@ -36,9 +36,10 @@ A bound is the largest of three times, as if they overlapped wholly: the compile
 peak, bytes that its operations read and write over HBM bandwidth, bytes that a device sends over all its links. MFU
 counts the model's FLOPs, without recomputation and without Muon's. Rates and their sources: `lrkv_jax/chips.py`.
 
-All training rows but 128M on v5e:16x16 and 512M on v5e:4x4 were compiled just before two changes to the step (the loss cuts
-its chunks by device, the embedding is gathered before it is looked up). The two rows of 128M that were compiled on both sides
-kept their bound and MFU within 0.5 %, their peak memory within 1 %, and lost a fifth of their compute time.
+The training rows but those of v5e:4x4 from 512M on, of 128M on v5e:16x16, and of LRKV 128M on v6e:16x16, were compiled
+just before two changes to the step (the loss cuts its chunks by device; the embedding is gathered before it is looked
+up). The two of 128M compiled on both sides kept their bound and MFU within 0.5 %, their peak memory within 1 %, and
+lost a fifth of their compute time.
 """
 
 
