@@ -34,7 +34,8 @@ shrink with the batch. A larger `train.batch_size` raises the bounds.
 
 A bound is the largest of three times, as if they overlapped wholly: the compiled program's products over the chip's
 peak, bytes that its operations read and write over HBM bandwidth, bytes that a device sends over all its links. MFU
-counts the model's FLOPs, without recomputation and without Muon's. Rates and their sources: `lrkv_jax/chips.py`.
+counts the model's FLOPs, without recomputation and without Muon's, and by custom all T² scores, half of which attention
+kernels skip: at 8,192 tokens its bound can pass 100 %. Rates and their sources: `lrkv_jax/chips.py`.
 
 The training rows but those of v5e:4x4 from 512M on, of 128M on v5e:16x16, and of LRKV 128M on v6e:16x16, were compiled
 just before two changes to the step (the loss cuts its chunks by device; the embedding is gathered before it is looked
