@@ -40,13 +40,18 @@ from lrkv_jax.storage import AnyPath, path
 from lrkv_jax.transformer import ModelConfig
 
 PREFIX = "blocks.attention."
-SAME = {"w_q", "w_o", "bias_q", "gain_q", "gain_k"}  # what every grouped family has, and keeps
+KEPT = {"w_q", "w_o", "bias_q", "bias_k", "bias_v", "gain_q", "gain_k"}  # what every grouped family has
+
+
+def check_family(source: AttentionConfig) -> None:
+    """Raises UserError for a family that doesn't convert."""
+    if source.family != "gqa":
+        raise UserError(f"attention.family = {source.family}: only MHA, GQA and MQA (gqa) convert")
 
 
 def lrkv_config(source: AttentionConfig, rank: int) -> AttentionConfig:
     """LRKV with a residual for each key/value head of the source. Raises UserError where it can't hold the source."""
-    if source.family != "gqa":
-        raise UserError(f"attention.family = {source.family}: only MHA, GQA and MQA (gqa) convert")
+    check_family(source)
     if source.rotary != source.head_dim:
         raise UserError(
             f"attention.rotary_dim = {source.rotary}: LRKV rotates all of head_dim = {source.head_dim}, so a partly "
@@ -60,8 +65,7 @@ def lrkv_config(source: AttentionConfig, rank: int) -> AttentionConfig:
 
 def gqa_config(source: AttentionConfig, kv_heads: int) -> AttentionConfig:
     """The source with fewer key/value heads."""
-    if source.family != "gqa":
-        raise UserError(f"attention.family = {source.family}: only MHA, GQA and MQA (gqa) convert")
+    check_family(source)
     if not 1 <= kv_heads <= source.groups or source.groups % kv_heads:
         raise UserError(f"--kv-heads {kv_heads}: must divide the source's {source.groups} key/value heads")
     return source.model_copy(update={"kv_heads": kv_heads})
@@ -101,8 +105,7 @@ def to_lrkv(attention: dict[str, Any], rank: int, moments: list[Moments] | None 
                 parts |= {f"u_{name}": factors.down.swapaxes(0, 1), f"b_{name}": factors.up}
             for part, value in parts.items():
                 found.setdefault(part, []).append(value)
-    kept = SAME | {"bias_k", "bias_v"}
-    return {name: value for name, value in attention.items() if name in kept} | {
+    return {name: value for name, value in attention.items() if name in KEPT} | {
         name: np.stack(values).astype(np.float32) for name, values in found.items()
     }
 
@@ -140,7 +143,7 @@ class Source:
     """A trained run, opened."""
 
     def __init__(self, run_dir: AnyPath, step: str):
-        self.run_dir, self.config = run_dir, RunConfig.load(run_dir)
+        self.config = RunConfig.load(run_dir)
         if self.config.model.lora_rank:
             raise UserError(f"{run_dir}: model.lora_rank = {self.config.model.lora_rank}: merge its adapters first")
         self.mesh: Mesh = sharding.make_mesh(MeshConfig())
