@@ -69,7 +69,8 @@ def measure() -> dict[str, Any]:
         _, config = load_configs(f"{CONFIG}:{family}")
         costs = layer_costs(config, devices, batch=1)
         rows[family] = of_entries(costs) | {
-            "cache_bytes_per_token": accounting.cache_per_token(config.model, config.attention)[1],
+            "cache_bytes_per_token": accounting.cache_per_token(config.model, config.attention)[1]
+            // config.model.layers,
             "collectives": [c._asdict() for c in costs.collectives],
         }
     return {"config": CONFIG, "topology": TOPOLOGY, "context": CONTEXT, "jax": jax.__version__, "rows": rows}

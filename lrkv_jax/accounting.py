@@ -7,6 +7,7 @@ so that two runs compare by what their mathematics costs, not by how it was run.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
@@ -38,8 +39,8 @@ class Accounts(NamedTuple):
     """Those of embedding and unembedding."""
     trained_parameters: int
     """Those that are not frozen."""
-    cache_values_per_token_per_layer: int
-    """Numbers kept of each token in one layer."""
+    cache_values_per_token_per_layer: float
+    """Numbers kept of each token in one layer; the mean where layers differ."""
     cache_bytes_per_token: int
     """Bytes kept of each token in all layers."""
     cache_percent_of_mha: float
@@ -51,22 +52,33 @@ class Accounts(NamedTuple):
 def accounts(config: RunConfig) -> Accounts:
     """The accounts of a run's model."""
     program = textless_program(config)
-    params = program.abstract_params()
-    sizes = dict.fromkeys(get_args(Role), 0)
-    for param in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, nnx.Param)):
-        sizes[param.role] += math.prod(param.get_value().shape)
+    sizes, trained = dict.fromkeys(get_args(Role), 0), 0
+    for path, param in _parameters(program):
+        count = math.prod(param.get_value().shape)
+        sizes[param.role] += count
+        trained += 0 if path in program.frozen else count
     values, size = cache_per_token(config.model, config.attention)
+    per_layer = values / config.model.layers
     heads, head_dim = config.attention.heads, config.attention.head_dim
     mha = attention.families()["gqa"].Config(heads=heads, head_dim=head_dim)
     return Accounts(
         parameters=sum(sizes.values()),
         embedding_parameters=sizes["embed"] + sizes["unembed"],
-        trained_parameters=sum(leaf.size for leaf in jax.tree.leaves(program.split(params)[0])),
-        cache_values_per_token_per_layer=values,
-        cache_bytes_per_token=size * config.model.layers,
+        trained_parameters=trained,
+        cache_values_per_token_per_layer=int(per_layer) if per_layer.is_integer() else per_layer,
+        cache_bytes_per_token=size,
         cache_percent_of_mha=100 * size / cache_per_token(config.model, mha)[1],
         train_flops_per_token=train_flops_per_token(config),
     )
+
+
+def _parameters(program: Program) -> Iterator[tuple[tuple, nnx.Param]]:
+    """Every parameter that the model uses, layer by layer, by its path in the program's parameters."""
+    outer, layers = nnx.eval_shape(lambda params: nnx.merge(program.graph, params).split(), program.abstract_params())
+    yield from nnx.to_flat_state(nnx.state(outer))
+    for layer in layers:
+        for path, param in nnx.to_flat_state(nnx.state(layer)):
+            yield ("blocks", *path), param
 
 
 def abstract_parameters(config: RunConfig) -> PyTree:
@@ -91,23 +103,36 @@ def cache_bytes(config: RunConfig, tensor: int = 1, implementation: kernels.Impl
 
     Raises UserError where query heads don't divide over them.
     """
-    module = abstract_attention(config.model, config.attention)
-    shapes = module.entry_shapes()
-    layout = kernels.layout(implementation, shapes, module.cache_axes, slots=1, tensor=tensor)._replace(block=1)
-    padded = jax.eval_shape(lambda: cache.allocate(shapes, 1, layout))
     mesh = AbstractMesh(tuple(tensor if axis == "tensor" else 1 for axis in MESH_AXES), MESH_AXES)
-    axes = cache.axes(module.cache_axes, padded)
-    local = {
-        name: jax.ShapeDtypeStruct(sharding_of(leaf.shape, axes[name], mesh).shard_shape(leaf.shape), leaf.dtype)
-        for name, leaf in padded.items()
-    }
-    return CacheBytes(*(config.model.layers * cache.bytes_of(tree) for tree in (shapes, padded, local)))
+
+    @functools.cache
+    def of_layer(family: AttentionConfig) -> list[int]:
+        module = abstract_attention(config.model, family)
+        shapes = module.entry_shapes()
+        layout = kernels.layout(implementation, shapes, module.cache_axes, slots=1, tensor=tensor)._replace(block=1)
+        padded = jax.eval_shape(lambda: cache.allocate(shapes, 1, layout))
+        axes = cache.axes(module.cache_axes, padded)
+        local = {
+            name: jax.ShapeDtypeStruct(sharding_of(leaf.shape, axes[name], mesh).shard_shape(leaf.shape), leaf.dtype)
+            for name, leaf in padded.items()
+        }
+        return [cache.bytes_of(tree) for tree in (shapes, padded, local)]
+
+    layers = [of_layer(config.attention.of_layer(index)) for index in range(config.model.layers)]
+    return CacheBytes(*map(sum, zip(*layers, strict=True)))
 
 
 def cache_per_token(model: ModelConfig, family: AttentionConfig) -> tuple[int, int]:
-    """(values, bytes) that one layer keeps of each token, in the model's compute dtype."""
-    shapes = abstract_attention(model, family).entry_shapes()
-    return sum(leaf.size for leaf in shapes.values()), cache.bytes_of(shapes)
+    """(values, bytes) that all layers together keep of each token, in the model's compute dtype."""
+
+    @functools.cache
+    def of_layer(family: AttentionConfig) -> tuple[int, int]:
+        shapes = abstract_attention(model, family).entry_shapes()
+        return sum(leaf.size for leaf in shapes.values()), cache.bytes_of(shapes)
+
+    layers = [of_layer(family.of_layer(index)) for index in range(model.layers)]
+    values, size = map(sum, zip(*layers, strict=True))
+    return values, size
 
 
 def abstract_attention(model: ModelConfig, family: AttentionConfig) -> AttentionBase:
@@ -185,7 +210,7 @@ def dry_run(config: RunConfig) -> str:
         "attention": f"{config.family} ({config.attention.family})",
         "parameters": f"{found.parameters:,} ({found.parameters - found.embedding_parameters:,} without embeddings)",
         **({"trained": f"{found.trained_parameters:,} of them"} if found.trained_parameters < found.parameters else {}),
-        "KV cache": f"{found.cache_values_per_token_per_layer:,} values/token/layer, "
+        "KV cache": f"{found.cache_values_per_token_per_layer:,.6g} values/token/layer, "
         f"{found.cache_bytes_per_token:,} bytes/token ({config.model.dtype}), "
         f"{found.cache_percent_of_mha:.1f} % of MHA",
         **per_device,

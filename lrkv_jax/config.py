@@ -74,6 +74,7 @@ class RunConfig(Settings):
             raise ValueError(
                 f"train.loss_chunks = {self.train.loss_chunks}: must divide data.context = {self.data.context}"
             )
+        self.attention.check_layers(self.model.layers)
         make_schedule(self.optimizer, self.train.steps)  # refuses a warm-up or decay that doesn't fit
 
     def with_attention(self, attention: AttentionConfig) -> RunConfig:

@@ -1,13 +1,14 @@
 """Turns the attention of a trained MHA, GQA or MQA model into LRKV at a cache budget, or into GQA.
 
-    python -m lrkv_jax.convert RUN_DIR --to lrkv --rank R | --cache-percent P [--calibrate N] --out DIR
+    python -m lrkv_jax.convert RUN_DIR --to lrkv --rank R | --cache-percent P [--calibrate N] [--by-layer] --out DIR
     python -m lrkv_jax.convert RUN_DIR --to gqa --kv-heads K --out DIR
 
 LRKV: lowrank.py splits the K key and value projections of each layer into one that is shared and a residual of rank R
 each; with --calibrate the error is weighed by what N tokens of the train split show (calibrate.py). R = head_dim loses
-nothing. GQA: the mean of each group's projections (arXiv 2305.13245), the baseline that people know. Queries, output
-projections, norms, biases, gains and the rotation stay as they are. DIR becomes a run directory at step 0, with its
-eval.json, that eval.py, generate and train.py --init-from take as any other.
+nothing. With --by-layer each layer has a rank of its own, and all together no more bytes. GQA: the mean of each group's
+projections (arXiv 2305.13245), the baseline that people know. Queries, output projections, norms, biases, gains and the
+rotation stay as they are. DIR becomes a run directory at step 0, with its eval.json, that eval.py, generate and
+train.py --init-from take as any other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ from lrkv_jax.config import RunConfig
 from lrkv_jax.data import Store
 from lrkv_jax.evaluate import evaluate, make_eval_step
 from lrkv_jax.handover import by_name, filled, write_run
-from lrkv_jax.lowrank import factorise
+from lrkv_jax.lowrank import factorise, tails, water_fill
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.sharding import MeshConfig
 from lrkv_jax.storage import AnyPath, path
@@ -49,8 +50,12 @@ def check_family(source: AttentionConfig) -> None:
         raise UserError(f"attention.family = {source.family}: only MHA, GQA and MQA (gqa) convert")
 
 
-def lrkv_config(source: AttentionConfig, rank: int) -> AttentionConfig:
-    """LRKV with a residual for each key/value head of the source. Raises UserError where it can't hold the source."""
+def lrkv_config(source: AttentionConfig, *ranks: int) -> AttentionConfig:
+    """LRKV with a residual for each key/value head of the source, of one rank or of one for each layer.
+
+    Raises UserError where it can't hold the source.
+    """
+    rank = max(ranks)
     check_family(source)
     if source.rotary != source.head_dim:
         raise UserError(
@@ -60,7 +65,8 @@ def lrkv_config(source: AttentionConfig, rank: int) -> AttentionConfig:
     if not 0 <= rank <= source.head_dim:
         raise UserError(f"--rank {rank}: must be between 0 and head_dim = {source.head_dim}, where nothing is lost")
     fields = source.model_dump(exclude={"family", "rotary_dim"})
-    return families()["lrkv"].Config(**fields, rank=rank, rope_mode="full")
+    differ = ranks if len(set(ranks)) > 1 else ()
+    return families()["lrkv"].Config(**fields, rank=rank, ranks=differ, rope_mode="full")
 
 
 def gqa_config(source: AttentionConfig, kv_heads: int) -> AttentionConfig:
@@ -71,38 +77,65 @@ def gqa_config(source: AttentionConfig, kv_heads: int) -> AttentionConfig:
     return source.model_copy(update={"kv_heads": kv_heads})
 
 
-def rank_for(model: ModelConfig, source: AttentionConfig, percent: float) -> int:
-    """The largest rank whose cache has at most so many percent of the bytes of MHA with the same heads."""
+def ranks_for(model: ModelConfig, source: AttentionConfig, percent: float) -> int:
+    """The largest sum of all layers' ranks whose cache has at most so many percent of the bytes of MHA's with the
+    same heads. Raises UserError where the shared parts alone have more."""
     full = cache_per_token(model, source.model_copy(update={"kv_heads": source.heads}))[1]
     none, one = (cache_per_token(model, lrkv_config(source, rank))[1] for rank in (0, 1))
     if not none <= full * percent / 100 < math.inf:
         raise UserError(f"--cache-percent {percent:g}: rank 0 alone takes {100 * none / full:.1f} % of MHA's cache")
-    return min(int((full * percent / 100 - none) // (one - none)), source.head_dim)  # every rank adds the same
+    each = (one - none) // model.layers  # bytes that one more rank in one layer adds
+    return min(int((full * percent / 100 - none) // each), model.layers * source.head_dim)
 
 
-def to_lrkv(attention: dict[str, Any], rank: int, moments: list[Moments] | None = None) -> dict[str, Any]:
-    """Stacked parameters of LRKV attention from those of GQA: name -> array [layers, ...].
+class Problem(NamedTuple):
+    """What is to be approximated of one layer's keys or values, as lowrank.py takes it."""
 
-    Without moments the plain problem is solved, mean and truncated SVD in turn.
+    weights: np.ndarray
+    """[K, D, C]."""
+    inputs: np.ndarray | None = None
+    """[D, D]."""
+    outputs: np.ndarray | None = None
+    """[K, C, C]."""
+
+
+def problems(attention: dict[str, Any], moments: list[Moments] | None = None) -> list[dict[str, Problem]]:
+    """Of every layer its keys `k` and values `v`; without moments all errors weigh alike."""
+    found = []
+    for layer in range(attention["w_k"].shape[0]):
+        w_k, w_v, w_o = (np.asarray(attention[name][layer], np.float64) for name in ("w_k", "w_v", "w_o"))
+        weights = {"k": w_k.swapaxes(0, 1), "v": w_v.swapaxes(0, 1)}
+        if moments is None:
+            found.append({name: Problem(each) for name, each in weights.items()})
+            continue
+        seen, gain = moments[layer], attention.get("gain_k")
+        outputs_k = seen.queries if gain is None else seen.queries * np.multiply.outer(*[np.asarray(gain[layer])] * 2)
+        outputs_v = np.einsum("kjcd,kjed->kce", *[w_o.reshape(w_k.shape[1], -1, *w_o.shape[1:])] * 2)
+        weighings = {"k": (seen.keys, outputs_k), "v": (seen.values, outputs_v)}
+        found.append({name: Problem(each, *weighings[name]) for name, each in weights.items()})
+    return found
+
+
+def by_layer(attention: dict[str, Any], budget: int, moments: list[Moments] | None = None) -> tuple[int, ...]:
+    """Ranks of `budget` in all, such that the relative errors of all layers' keys and values have the least sum."""
+    layers = problems(attention, moments)
+    return water_fill(np.stack([tails(*layer["k"]) + tails(*layer["v"]) for layer in layers]), budget)
+
+
+def to_lrkv(attention: dict[str, Any], ranks: tuple[int, ...], moments: list[Moments] | None = None) -> dict[str, Any]:
+    """Stacked parameters of LRKV attention from those of GQA, with a rank a layer: name -> array [layers, ...].
+
+    Without moments the plain problem is solved, mean and truncated SVD in turn. Beyond a layer's rank there are zeros.
     """
-    weights = {name: np.asarray(attention[name], np.float64) for name in ("w_k", "w_v", "w_o")}
     found: dict[str, list[np.ndarray]] = {}
-    for layer in range(weights["w_k"].shape[0]):
-        w_k, w_v, w_o = (weights[name][layer] for name in ("w_k", "w_v", "w_o"))
-        groups = w_k.shape[1]
-        outputs_v = np.einsum("kjcd,kjed->kce", *[w_o.reshape(groups, -1, *w_o.shape[1:])] * 2)
-        weighings: dict[str, tuple] = {"k": (), "v": ()}
-        if moments is not None:
-            seen, gain = moments[layer], attention.get("gain_k")
-            outputs_k = (
-                seen.queries if gain is None else seen.queries * np.multiply.outer(*[np.asarray(gain[layer])] * 2)
-            )
-            weighings = {"k": (seen.keys, outputs_k), "v": (seen.values, outputs_v)}
-        for name, matrix in (("k", w_k), ("v", w_v)):
-            factors = factorise(matrix.swapaxes(0, 1), rank, *weighings[name])
+    for rank, layer in zip(ranks, problems(attention, moments), strict=True):
+        unused = max(ranks) - rank
+        for name, problem in layer.items():
+            factors = factorise(problem.weights, rank, problem.inputs, problem.outputs)
             parts = {f"w_{name}_shared": factors.shared}
-            if rank:
-                parts |= {f"u_{name}": factors.down.swapaxes(0, 1), f"b_{name}": factors.up}
+            if max(ranks):
+                parts[f"u_{name}"] = np.pad(factors.down.swapaxes(0, 1), [(0, 0), (0, 0), (0, unused)])
+                parts[f"b_{name}"] = np.pad(factors.up, [(0, 0), (0, unused), (0, 0)])
             for part, value in parts.items():
                 found.setdefault(part, []).append(value)
     return {name: value for name, value in attention.items() if name in KEPT} | {
@@ -187,6 +220,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--cache-percent", type=float, help="the largest R within this share of MHA's cache bytes")
     parser.add_argument("--kv-heads", type=int, help="GQA's K")
     parser.add_argument("--calibrate", type=int, default=0, metavar="N", help="tokens that weigh the error; 0 = plain")
+    parser.add_argument("--by-layer", action="store_true", help="spread the ranks over the layers as they need them")
     parser.add_argument("--ranks", type=int, nargs="*", help="also tell the CE at these; default: C/8, C/4, C/2, C")
     parser.add_argument("--step", default="newest", help="newest, best, or a step's number")
     parser.add_argument("--out", type=path, required=True, metavar="DIR", help="the new run directory")
@@ -199,45 +233,74 @@ def read_options() -> argparse.Namespace:
             raise UserError(f"--to {options.to}: takes {flags}, one of them and nothing of another family")
     if options.calibrate < 0:
         raise UserError(f"--calibrate {options.calibrate}: must be 0 (plain) or a number of tokens")
-    if options.to != "lrkv" and (options.ranks or options.calibrate):
-        raise UserError(f"--to {options.to}: mean pooling takes neither --ranks nor --calibrate")
+    if options.to != "lrkv" and (options.ranks or options.calibrate or options.by_layer):
+        raise UserError(f"--to {options.to}: mean pooling takes no --ranks, --calibrate or --by-layer")
     if options.out.exists():
         raise UserError(f"--out {options.out}: is there already; nothing is overwritten")
     return options
+
+
+class Conversion(NamedTuple):
+    """What becomes of a model's attention."""
+
+    attention: AttentionConfig
+    family: str
+    """The new run's name for it."""
+    parameters: Callable[[AttentionConfig], dict[str, Any]]
+    """Those of this attention, or of one like it with other ranks."""
+
+
+def plan(options: argparse.Namespace, source: Source) -> Conversion:
+    """What the command line asks of a source. Raises UserError where it can't be done."""
+    config, attention = source.config, attention_of(source.params)
+    if options.to == "gqa":
+        pooled = gqa_config(config.attention, options.kv_heads)
+        name = f"{config.family}-to-gqa{options.kv_heads}"
+        return Conversion(pooled, name, lambda wanted: to_gqa(attention, wanted.kv_heads))
+    layers = config.model.layers
+    if options.rank is None:
+        budget = ranks_for(config.model, config.attention, options.cache_percent)
+    else:
+        lrkv_config(config.attention, options.rank)
+        budget = layers * options.rank
+    for other in options.ranks or ():
+        lrkv_config(config.attention, other)  # refused before minutes of work
+    moments = source.moments(options.calibrate)
+    ranks = by_layer(attention, budget, moments) if options.by_layer else (budget // layers,)
+    family = lrkv_config(config.attention, *ranks)
+
+    def parameters(wanted: AttentionConfig) -> dict[str, Any]:
+        return to_lrkv(attention, tuple(wanted.of_layer(index).rank for index in range(layers)), moments)
+
+    name = f"{config.family}-to-lrkv{family.rank}{'-by-layer' if family.by_layer else ''}"
+    return Conversion(family, name, parameters)
 
 
 def main() -> int:
     """Command line to exit status."""
     options = read_options()
     source = Source(options.run_dir, options.step)
-    config, attention = source.config, attention_of(source.params)
-    for other in options.ranks or ():
-        lrkv_config(config.attention, other)  # refused before minutes of work
-    if options.to == "gqa":
-        target = gqa_config(config.attention, options.kv_heads)
-        family = f"{config.family}-to-gqa{options.kv_heads}"
-        convert: Callable[[AttentionConfig], dict] = lambda wanted: to_gqa(attention, wanted.kv_heads)  # noqa: E731
-    else:
-        rank = options.rank
-        rank = rank_for(config.model, config.attention, options.cache_percent) if rank is None else rank
-        target = lrkv_config(config.attention, rank)
-        family, moments = f"{config.family}-to-lrkv{rank}", source.moments(options.calibrate)
-        convert = lambda wanted: to_lrkv(attention, wanted.rank, moments)  # noqa: E731
+    config, conversion = source.config, plan(options, source)
 
-    def params_of(wanted: AttentionConfig) -> tuple[RunConfig, PyTree]:
+    def converted(wanted: AttentionConfig) -> tuple[RunConfig, PyTree]:
         thawed = config.optimizer.model_copy(update={"freeze": ()})  # names parameters of the source
-        made = config.with_attention(wanted).model_copy(update={"family": family, "optimizer": thawed})
-        return made, with_attention(source.params, source.program(made).abstract_params(), convert(wanted))
+        made = config.with_attention(wanted).model_copy(update={"family": conversion.family, "optimizer": thawed})
+        return made, with_attention(
+            source.params, source.program(made).abstract_params(), conversion.parameters(wanted)
+        )
 
+    target = conversion.attention
     print(costs(config, target))
+    if target.by_layer:
+        print(f"ranks           {' '.join(str(target.of_layer(i).rank) for i in range(config.model.layers))}")
     print(f"validation CE   {source.cross_entropy(config, source.params):.4f} before")
-    result = params_of(target)
+    result = converted(target)
     print(f"                {source.cross_entropy(*result):.4f} after")
     if options.to == "lrkv":
         ladder = [target.head_dim // 8, target.head_dim // 4, target.head_dim // 2, target.head_dim]
         for other in sorted(set(ladder if options.ranks is None else options.ranks)):
             wanted = lrkv_config(config.attention, other)
-            print(f"  R = {other:<10}{source.cross_entropy(*params_of(wanted)):.4f}", flush=True)
+            print(f"  R = {other:<10}{source.cross_entropy(*converted(wanted)):.4f}", flush=True)
     config, params = result
     store = rundir.read_json(options.run_dir / "corpus.json")["store"]
     program = source.program(config)
@@ -253,8 +316,7 @@ def costs(config: RunConfig, target: AttentionConfig) -> str:
     """Cache of source and target, in bytes and shares."""
     model, source = config.model, config.attention
     mha, own, new = (
-        model.layers * cache_per_token(model, one)[1]
-        for one in (source.model_copy(update={"kv_heads": source.heads}), source, target)
+        cache_per_token(model, one)[1] for one in (source.model_copy(update={"kv_heads": source.heads}), source, target)
     )
     beside = "" if own == mha else f", {100 * new / own:.1f} % of its own"
     return f"KV cache        {own:,} bytes/token before, {new:,} after: {100 * new / mha:.1f} % of MHA's{beside}"

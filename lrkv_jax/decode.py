@@ -63,18 +63,20 @@ class Decoder:
         self.program, self.mesh, self.batch, self.interpret = program, mesh, batch, interpret
         abstract = program.abstract_params()
         outer, layers = nnx.eval_shape(lambda params: nnx.merge(program.graph, params).split(), abstract)
+        self.graphs = nnx.graphdef(outer), [nnx.graphdef(layer) for layer in layers]
         self.attention = layers[0].attention
-        self.graphs = nnx.graphdef(outer), nnx.graphdef(layers[0])
+        self.shapes = [layer.attention.entry_shapes() for layer in layers]
         absorbs, platform = self.attention.absorbed_queries > 0, mesh.devices.flat[0].platform
         self.implementation = kernels.choose(implementation, platform, absorbs, interpret)
-        self.layout = kernels.layout(
-            self.implementation,
-            self.attention.entry_shapes(),
-            self.attention.cache_axes,
-            slots,
-            block,
-            tensor=mesh.shape["tensor"],
-        )
+
+        def layout(shapes: dict[str, jax.ShapeDtypeStruct], block: int | None) -> cache.Layout:
+            return kernels.layout(
+                self.implementation, shapes, self.attention.cache_axes, slots, block, tensor=mesh.shape["tensor"]
+            )
+
+        # One size of block for all layers, chosen for the one that caches most.
+        self.layout = layout(max(self.shapes, key=cache.bytes_of), block)
+        self.layouts = [layout(shapes, self.layout.block) for shapes in self.shapes]
         self.allowed = jnp.asarray(drawable(program, vocab))
         state = self.abstract_state()
         placed = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -124,11 +126,11 @@ class Decoder:
 
     def empty_state(self, lengths: Int[Array, "B"]) -> State:
         """A state whose cache is empty, for prompts of these lengths."""
-        shapes, model = self.attention.entry_shapes(), self.program.model
+        layers = zip(self.shapes, self.layouts, strict=True)
         return {
-            "caches": [cache.allocate(shapes, self.batch, self.layout) for _ in range(model.layers)],
+            "caches": [cache.allocate(shapes, self.batch, layout) for shapes, layout in layers],
             "lengths": lengths,
-            "logits": jnp.zeros((self.batch, model.vocab), jnp.float32),
+            "logits": jnp.zeros((self.batch, self.program.model.vocab), jnp.float32),
             "done": jnp.zeros((self.batch,), bool),
         }
 
@@ -167,7 +169,7 @@ class Decoder:
 
         model = nnx.merge(self.program.graph, jax.tree.map(cast, params, is_leaf=sharding.is_param))
         outer, layers = model.split()
-        tables = self.attention.tables(self.key_positions(), self.layout.block)
+        tables = model.blocks.attention.tables(self.key_positions(), self.layout.block)
         return {
             "outer": nnx.state(outer),
             "layers": [nnx.state(layer) for layer in layers],
@@ -253,8 +255,8 @@ class Decoder:
         outer = nnx.merge(self.graphs[0], weights["outer"])
         x = outer.embedding(tokens)
         caches = []
-        for layer, stored in zip(weights["layers"], state["caches"], strict=True):
-            block = nnx.merge(self.graphs[1], layer)
+        for graph, layer, stored in zip(self.graphs[1], weights["layers"], state["caches"], strict=True):
+            block = nnx.merge(graph, layer)
             mixed, stored = mix(block.attention, block.attention_norm(x), stored)
             x = block.feed_forward(x + mixed)
             caches.append(stored)

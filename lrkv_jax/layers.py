@@ -80,6 +80,12 @@ def _product(equation: str, x: Array, y: Array) -> Array:
     return product.transpose([formed.index(letter) for letter in out])
 
 
+def narrow(param: nnx.Param, letters: str, letter: str, size: int) -> None:
+    """Keeps the first `size` along the dimension of a parameter that a letter names; no such letter, all of it."""
+    kept = tuple(slice(size if each == letter else None) for each in letters)
+    param.set_value(param.get_value()[kept])
+
+
 class Projection(nnx.Module):
     """A linear map declared in one breath: einsum equation, weight shape, logical axes, initial std.
 
@@ -111,6 +117,12 @@ class Projection(nnx.Module):
         """Applies the map in the compute dtype."""
         y = project(self.equation, x, self.w.get_value().astype(self.dtype))
         return y if self.lora is None else y + self.lora(x)
+
+    def narrow(self, letter: str, size: int) -> None:
+        """Keeps the first `size` along one dimension of the weight, named by its letter in the equation."""
+        narrow(self.w, self.equation.split("->")[0].split(",")[1], letter, size)
+        if self.lora is not None:
+            self.lora.narrow(letter, size)
 
     def weight(self) -> Array:
         """The weight in the compute dtype, for callers that absorb it instead of applying it."""

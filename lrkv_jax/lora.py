@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from lrkv_jax.layers import Projection, parameter, project
+from lrkv_jax.layers import Projection, narrow, parameter, project
 from lrkv_jax.settings import UserError
 
 INNER = "z"  # the letter of the adapter's rank, which no equation of ours uses
@@ -49,6 +49,11 @@ class Adapter(nnx.Module):
         """What the adapter adds to the projection of x."""
         a, b = (factor.get_value().astype(self.dtype) for factor in (self.a, self.b))
         return project(self.up, project(self.down, x, a), b) * self.scale
+
+    def narrow(self, letter: str, size: int) -> None:
+        """As `Projection.narrow`, of the projection adapted."""
+        for factor, equation in ((self.a, self.down), (self.b, self.up)):
+            narrow(factor, equation.split("->")[0].split(",")[1], letter, size)
 
     def delta(self) -> Array:
         """What the adapter adds to the weight, in float32; factors stacked along leading axes give stacked weights."""

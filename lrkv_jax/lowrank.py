@@ -67,6 +67,35 @@ def factorise(
     return Factors(shared, down / length, up * length.swapaxes(1, 2), error, rounds)
 
 
+def tails(weights: np.ndarray, inputs: np.ndarray | None = None, outputs: np.ndarray | None = None) -> np.ndarray:
+    """The weighted squared error at every rank 0..C over that of W_k = 0, [C + 1], arguments as `factorise` takes them.
+
+    With the shared part that is best without residuals: an upper bound, from one decomposition, of what `factorise`
+    reaches by moving it.
+    """
+    weights = weights.astype(np.float64)
+    count, _, size = weights.shape
+    outputs = np.broadcast_to(np.eye(size), (count, size, size)) if outputs is None else _regular(outputs)
+    half, _ = _roots(outputs)
+    values = np.linalg.eigvalsh(_gram((weights - _mean(weights, outputs)) @ half, inputs)).sum(axis=0)  # ascending
+    left = np.concatenate([[0.0], np.cumsum(np.maximum(values, 0))])[::-1]
+    return left / _error(weights, inputs, half)
+
+
+def water_fill(errors: np.ndarray, budget: int) -> tuple[int, ...]:
+    """Ranks [N] of `budget` in all at which the sum of errors [N, C + 1] is least.
+
+    Each unit of rank goes where it takes most away; exact, since an error's steps shrink with the rank.
+    Raises ValueError for a budget beyond N·C.
+    """
+    layers, largest = len(errors), errors.shape[1] - 1
+    if not 0 <= budget <= layers * largest:
+        raise ValueError(f"budget = {budget}: must be between 0 and {layers * largest}")
+    gains = errors[:, :-1] - errors[:, 1:]
+    order = np.argsort(-gains, axis=None, kind="stable")[:budget]  # a layer's own steps are in order already
+    return tuple(int(count) for count in np.bincount(order // largest, minlength=layers))
+
+
 def _residuals(
     left: np.ndarray, rank: int, inputs: np.ndarray | None, half: np.ndarray, half_inverse: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -152,7 +152,7 @@ class Planner:
         copies = mesh.slices * mesh.data * mesh.context
         summed = 2 * parameters * (1 - 1 / copies)
         residual = 4 * passes * model.layers * tokens * model.width * size * (1 - 1 / mesh.tensor)
-        entries = (passes + 1) * model.layers * tokens * mesh.context * self.entry_bytes * (1 - 1 / mesh.context)
+        entries = (passes + 1) * tokens * mesh.context * self.entry_bytes * (1 - 1 / mesh.context)
         orthogonal = MUON_GATHERS * whole / 2 * (1 - 1 / mesh.fsdp) if self.optimizer_flops else 0.0
         return gathered + scattered + summed + residual + entries + orthogonal
 

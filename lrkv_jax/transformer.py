@@ -129,23 +129,38 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """The final, normed residual stream."""
         x = self.embedding(tokens)
-        graph, layers = nnx.split(self.blocks)
-
-        def layer(x: Array, state: PyTree) -> tuple[Array, None]:
-            return nnx.merge(graph, state)(x, positions, segment_ids), None
-
         policy = REMAT[self.config.remat]
-        body = layer if policy is None else jax.checkpoint(layer, policy=policy)
-        x, _ = jax.lax.scan(body, x, layers, unroll=1 if self.config.scan_layers else self.config.layers)
+
+        def layer(graph: nnx.GraphDef) -> Callable[[Array, PyTree], tuple[Array, None]]:
+            run = lambda x, state: (nnx.merge(graph, state)(x, positions, segment_ids), None)  # noqa: E731
+            return run if policy is None else jax.checkpoint(run, policy=policy)
+
+        if self.blocks.attention.config.by_layer:  # no two have the same shapes
+            for graph, state in map(nnx.split, self.layers()):
+                x, _ = layer(graph)(x, state)
+        else:
+            graph, layers = nnx.split(self.blocks)
+            x, _ = jax.lax.scan(layer(graph), x, layers, unroll=1 if self.config.scan_layers else self.config.layers)
         return self.final_norm(x)
 
     def split(self) -> tuple[Transformer, list[Block]]:
         """The model without its blocks, and the blocks one by one: for decoding, which walks them."""
-        graph, stacked = nnx.split(self.blocks)
         outer = nnx.clone(self)
         outer.blocks = None
+        return outer, self.layers()
+
+    def layers(self) -> list[Block]:
+        """The blocks one by one, each with as much of the stacked parameters as it uses."""
+        graph, stacked = nnx.split(self.blocks)
         count = self.config.layers
-        return outer, [nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], stacked)) for i in range(count)]
+        # As one split: the gradient of many slices would be a sum of as many arrays of the stack's size.
+        parts = jax.tree.map(lambda leaf: [part[0] for part in jax.lax.split(leaf, [1] * count)], stacked)
+        blocks = []
+        for index in range(count):
+            block = nnx.merge(graph, jax.tree.map(lambda _, part, i=index: part[i], stacked, parts))
+            block.attention.narrow(index)
+            blocks.append(block)
+        return blocks
 
     def embedding(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The residual stream before the first layer."""

@@ -24,6 +24,9 @@ ROWS = 9
 # What no other model here has: biases, gains, scaled frequencies, and fewer residual heads than query heads.
 CONFIGS = FAMILIES | {
     "lrkv_grouped": FAMILIES["lrkv"].model_copy(update={"kv_heads": 2, **GAIN, **SCALING}),
+    # Layers of different ranks, one of them of none.
+    "lrkv_ranks": FAMILIES["lrkv"].model_copy(update={"rank": 3, "ranks": (3, 0, 1), "qkv_bias": True}),
+    "lrkv_ranks_latent": FAMILIES["lrkv_latent"].model_copy(update={"ranks": (2, 4)}),
     "mla_biased": FAMILIES["mla"].model_copy(update={"qkv_bias": True}),
 }
 

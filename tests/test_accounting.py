@@ -14,7 +14,7 @@ from lrkv_jax.step import TrainConfig
 from lrkv_jax.transformer import ModelConfig
 
 HEADS = {"heads": 6, "head_dim": 128}
-MODEL = ModelConfig(layers=3, width=64, vocab=64, dtype="bfloat16")
+MODEL = ModelConfig(layers=1, width=64, vocab=64, dtype="bfloat16")
 
 # Percent of MHA's cache at H = 6, C = 128 as the paper counts it: no key scales (lrkv.md, section 5).
 PERCENT = [
@@ -109,7 +109,8 @@ def test_flops_agree_with_xla(family):
 
 def test_parameters_by_formula():
     """Bug: a parameter left out or counted once for all layers."""
-    run = RunConfig(model=MODEL, attention=lrkv.Config(heads=4, head_dim=8, rank=3))
+    model = MODEL.model_copy(update={"layers": 3})
+    run = RunConfig(model=model, attention=lrkv.Config(heads=4, head_dim=8, rank=3))
     found = accounting.accounts(run)
     width, heads, head_dim, rank = 64, 4, 8, 3
     kv = 2 * width * head_dim + 2 * heads * rank * (width + head_dim)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from models import V, batch, merge, positions, program
 
-from lrkv_jax import convert
+from lrkv_jax import accounting, convert
 from lrkv_jax.attention import gqa, lrkv
 from lrkv_jax.calibrate import Moments, calibrate
 from lrkv_jax.config import RunConfig, load_configs
@@ -42,7 +42,7 @@ def converted(source, params, family, moments=None):
     target = program(family)
     parts = convert.attention_of(params)
     parts = (
-        convert.to_lrkv(parts, family.rank, moments)
+        convert.to_lrkv(parts, (family.rank,) * 2, moments)
         if family.family == "lrkv"
         else convert.to_gqa(parts, family.groups)
     )
@@ -138,6 +138,29 @@ def test_a_heads_scale_does_not_weigh_where_keys_are_normed():
     np.testing.assert_allclose((counts[1] / counts[0])[0] / (counts[1] / counts[0])[1], 1e-2, rtol=1e-2)
 
 
+def test_ranks_by_layer():
+    """Bug: ranks that don't go where they are needed, padding that counts, or bytes beyond those of one rank."""
+    source = program(gqa.Config(**HEADS))
+    params = perturbed(source.init_params(jax.random.key(0)))
+    w_k, w_v = (params["blocks"]["attention"][name]["w"] for name in ("w_k", "w_v"))
+    for w in (w_k, w_v):  # heads of the first layer that hardly differ
+        w.set_value(w.get_value().at[0].set(w.get_value()[0, :, :1] + 1e-3 * w.get_value()[0]))
+    parts = convert.attention_of(params)
+    ranks = convert.by_layer(parts, 8)
+    assert sum(ranks) == 8
+    assert ranks[0] < 2 < ranks[1]
+    family = convert.lrkv_config(source.attention, *ranks)
+    assert (family.rank, family.ranks) == (max(ranks), ranks)
+    exact, far = logits(source, params), {}
+    for name, wanted in (("by layer", ranks), ("uniform", (4, 4))):
+        target = program(convert.lrkv_config(source.attention, *wanted))
+        found = convert.with_attention(params, target.abstract_params(), convert.to_lrkv(parts, wanted))
+        far[name] = float(np.square(logits(target, found) - exact).mean())
+    assert far["by layer"] < 0.5 * far["uniform"]
+    sizes = [accounting.cache_per_token(source.model, convert.lrkv_config(source.attention, *r)) for r in (ranks, (4,))]
+    assert sizes[0] == sizes[1]
+
+
 def test_mean_pooling():
     """Bug: strided groups instead of neighbours; biases not pooled."""
     source = program(gqa.Config(**HEADS, **QWEN2))
@@ -150,16 +173,17 @@ def test_mean_pooling():
     assert logits(target, found).shape == (*batch()[:, :-1].shape, V)
 
 
-def test_rank_for_a_share_of_the_cache():
+def test_ranks_for_a_share_of_the_cache():
     """Bug: the share is of the source's own cache, or key scales are not counted."""
     model = load_configs("configs/tiny.py:mha")[1].model
     mha = gqa.Config(heads=6, head_dim=32)
-    assert convert.rank_for(model, mha, 55.8) == 12  # 55.7 %, as results/tiny has it
-    assert convert.rank_for(model, mha, 55.7) == 11
-    of_gqa = convert.rank_for(model, mha.model_copy(update={"kv_heads": 3}), 30.0)
-    assert of_gqa == 8  # 2·(32 + 3·8) + 3 = 115 of 384 values
+    layers = model.layers
+    assert convert.ranks_for(model, mha, 55.8) == layers * 12  # 55.7 %, as results/tiny has it
+    assert layers * 11 <= convert.ranks_for(model, mha, 55.7) < layers * 12
+    of_gqa = convert.ranks_for(model, mha.model_copy(update={"kv_heads": 3}), 30.0)
+    assert of_gqa // layers == 8  # 2·(32 + 3·8) + 3 = 115 of 384 values
     with pytest.raises(UserError, match="--cache-percent 5: rank 0 alone takes"):
-        convert.rank_for(model, mha, 5.0)
+        convert.ranks_for(model, mha, 5.0)
 
 
 def test_what_does_not_convert_is_refused():
@@ -213,7 +237,7 @@ def test_cross_entropy_falls_with_rank_and_weights_help(trained):
 
     def ce(rank, weights):
         config = source.config.with_attention(convert.lrkv_config(source.config.attention, rank))
-        parts = convert.to_lrkv(attention, rank, weights)
+        parts = convert.to_lrkv(attention, (rank,) * 2, weights)
         target = make_run_program(config, source.store).abstract_params()
         return source.cross_entropy(config, convert.with_attention(source.params, target, parts))
 
@@ -241,6 +265,14 @@ def test_command(trained, tmp_path, capsys):
         assert again.step == 0
         with pytest.raises(UserError, match="nothing is overwritten"):
             convert.main()
+        patch.setattr(
+            "sys.argv", ["convert", str(trained), "--rank", "1", "--by-layer", "--ranks", "--out", f"{tmp_path}/layers"]
+        )
+        assert convert.main() == 0
+        family = RunConfig.load(tmp_path / "layers").attention
+        ranks = tuple(family.of_layer(index).rank for index in range(2))
+        assert sum(ranks) == 2
+        assert ("ranks           " in capsys.readouterr().out) == (ranks != (1, 1))
         patch.setattr("sys.argv", ["convert", str(trained), "--rank", "2", "--kv-heads", "1", "--out", "elsewhere"])
         with pytest.raises(UserError, match="--to lrkv: takes --rank or --cache-percent, one of them"):
             convert.main()

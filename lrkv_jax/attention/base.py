@@ -42,6 +42,18 @@ class AttentionConfig(RotaryConfig):
         require(self.heads >= 1, f"heads = {self.heads}: must be at least 1")
         require(self.head_dim >= 2 and self.head_dim % 2 == 0, f"head_dim = {self.head_dim}: must be even and positive")
 
+    @property
+    def by_layer(self) -> bool:
+        """Whether layers differ. They are stored in one shape all the same, of which each uses its part."""
+        return False
+
+    def of_layer(self, index: int) -> AttentionConfig:
+        """What layer `index` is by itself."""
+        return self
+
+    def check_layers(self, count: int) -> None:
+        """Raises ValueError unless this can be the attention of so many layers."""
+
 
 class GroupedConfig(AttentionConfig):
     """Adds key/value heads (LRKV: residual heads) that groups of query heads share."""
@@ -111,6 +123,9 @@ class AttentionBase(nnx.Module):
     def gain(self) -> nnx.Param | None:
         """A gain [C] on normed queries or keys, where the config asks for gains."""
         return constant(1.0, (self.config.head_dim,), ("head_dim",)) if self.config.qk_norm_gain else None
+
+    def narrow(self, index: int) -> None:
+        """Leaves of the stored shape what layer `index` uses; for families whose layers differ (`config.by_layer`)."""
 
     def query(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H Q"]:
         """Queries as `expand`'s keys meet them: rotated, normed, of the key width Q."""

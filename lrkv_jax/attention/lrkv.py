@@ -17,6 +17,9 @@ M_h = [q_a ⊙ B_a + q_b ⊙ B_b , q_b ⊙ B_a − q_a ⊙ B_b] with halves a, b
 A key bias is one more row of B_h whose code is the constant 1; it is not cached, and carries no position where the
 residual carries none. A learned gain g on normed, unrotated keys makes g ⊙ k_shared of k_shared and B_h ⊙ g of B_h; the
 norm is that of the key without it.
+
+Layers may differ in rank (`ranks`). They are stored alike, U [D, K, R] and B [K, R, C] with R the largest, and layer n
+reads the first ranks[n] of R: what lies beyond is no part of the model, gets no gradient and is never cached.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ class Config(GroupedConfig):
     """The attention family."""
     rank: int = 12
     """R, rank of a head's residual; 0 is MQA."""
+    ranks: tuple[int, ...] = ()
+    """Ranks layer by layer, of which `rank` is the largest; empty = `rank` in all."""
     rope_mode: Literal["full", "shared", "latent"] = "full"
     """Where rotation acts (module docstring); `latent` needs an even rank."""
 
@@ -51,6 +56,26 @@ class Config(GroupedConfig):
         require(self.rank >= 0, f"rank = {self.rank}: must be 0 or more")
         latent_odd = self.rope_mode == "latent" and self.rank % 2
         require(not latent_odd, f"rank = {self.rank}: must be even with rope_mode = latent, which rotates pairs of it")
+        if self.ranks:
+            require(
+                max(self.ranks) == self.rank, f"ranks = {self.ranks}: the largest must be rank, which is {self.rank}"
+            )
+            for index in range(len(self.ranks)):
+                self.of_layer(index).model_post_init(context)
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether ranks are given layer by layer."""
+        return bool(self.ranks)
+
+    def of_layer(self, index: int) -> Config:
+        """With the layer's own rank."""
+        return self.model_copy(update={"rank": self.ranks[index], "ranks": ()}) if self.ranks else self
+
+    def check_layers(self, count: int) -> None:
+        """One rank a layer."""
+        given = len(self.ranks)
+        require(given in (0, count), f"attention.ranks = {self.ranks}: has {given} for model.layers = {count}")
 
 
 class Attention(AttentionBase):
@@ -83,6 +108,17 @@ class Attention(AttentionBase):
         self.bias_q = self.bias(heads, "heads")
         self.bias_k, self.bias_v = self.bias(groups, "kv_heads"), self.bias(groups, "kv_heads")
         self.gain_q, self.gain_k = self.gain(), self.gain()
+
+    def narrow(self, index: int) -> None:
+        """The first ranks[index] of U's columns and B's rows; none of either where that is 0."""
+        if not self.config.by_layer:
+            return
+        self.config = self.config.of_layer(index)
+        for name in ("u_k", "u_v", "b_k", "b_v"):
+            if self.config.rank:
+                getattr(self, name).narrow("r", self.config.rank)
+            else:
+                setattr(self, name, None)
 
     def query(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Float[Array, "B T H Q"]:
         """rope(q) [C] in mode full; [rope(q) ; q B_hᵀ] [C + R] in shared, its second part rotated too in latent."""
@@ -198,6 +234,7 @@ class Attention(AttentionBase):
             code, bias = code if count else None, bias.squeeze(axis) if self.bias_k is not None else None
             names = ("m", "m_bias") if self.config.rope_mode == "full" else ("code", "bias")
             queries = queries._replace(**dict(zip(names, (code, bias), strict=True)))
+        tables = tables if self._has_residual() else None  # they may have been made for a layer that has one
         return queries, Blocks(**{name: cache.get(name) for name in self.cache_axes}, angles=tables)
 
     def _turned(self, q: Float[Array, "B K J C"]) -> Float[Array, "B K J R C"]:
