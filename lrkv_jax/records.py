@@ -33,6 +33,7 @@ ADDED = {
     "optimizer.freeze": [],
     "data.template": "<|{role}|>\n{content}\n",
     "data.too_long": "drop",
+    "data.repeats": [],
 }
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lrkv_jax.data.chat import canonical
+from lrkv_jax.data.config import DataConfig
+from lrkv_jax.data.mixture import times_of
 from lrkv_jax.data.text_files import TextFiles, lines, text_files
 from lrkv_jax.settings import UserError
 
@@ -15,6 +17,17 @@ def example_files(path: str) -> tuple[Path, list[Path]]:
     if not path:
         raise UserError("data.path is empty: dataset = sft needs a .jsonl file of examples, or a folder of them")
     return text_files(path, Sft.SUFFIXES)
+
+
+def file_times(config: DataConfig) -> dict[str, int]:
+    """How often the train split takes the examples of each file, by its name below the folder; {} without `repeats`.
+
+    Raises UserError for patterns that don't fit the files.
+    """
+    if not config.repeats:
+        return {}
+    root, files = example_files(config.path)
+    return times_of(config.repeats, [file.relative_to(root).as_posix() for file in files], config.path)
 
 
 class Sft(TextFiles):
