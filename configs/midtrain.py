@@ -3,9 +3,15 @@
     python train.py --config configs/midtrain.py --init-from runs/lrkv_128m-lrkv --data.path DIR
                                                              LRKV; :mha :gqa :mqa :mla for the others, each from its own
 
-DIR holds .jsonl files, one example a line (lrkv_jax/data/chat.py). The mixture that the paper names is SmolTalk
-(460,000 chats, `messages` as published), MMLU's auxiliary train split (100,000) and GSM8K's (8,000), the latter two as
-prompts and completions: {"prompt": question, "completion": answer}. Nothing is downloaded; the three are read as one.
+The mixture that the paper names, one example a line (lrkv_jax/data/chat.py). Nothing is downloaded: DIR holds
+
+    smoltalk.jsonl   460,000 chats, `messages` as published                         taken once
+    mmlu.jsonl       100,000 questions, the auxiliary train split of MMLU           once
+    gsm8k.jsonl        8,000 word problems, the train split of GSM8K                four times, 32,000
+
+the latter two as {"prompt": question, "completion": answer}, or names (folders) that begin so. The paper gives no
+proportions. Those above are ours, and tuned for nothing: without repeats one example in seventy would be a word
+problem. A file that is missing is refused; --data.repeats gsm8k.jsonl=1 takes other files, or other counts.
 
 What `--dry-run` prints; the paper gives no cross-entropy after mid-training, nor its rates, which here are a tenth of
 those of its pretraining and tuned for nothing:
@@ -31,7 +37,13 @@ from lrkv_jax.recipes import TOKENS_PER_BATCH, paper
 pretrained = paper(layers=12, width=768, tokens=1e4 * TOKENS_PER_BATCH)
 base = RunConfig(
     model=pretrained.model,
-    data=DataConfig(dataset="sft", context=pretrained.data.context, validation_percent=1.0, test_percent=1.0),
+    data=DataConfig(
+        dataset="sft",
+        context=pretrained.data.context,
+        repeats=("smoltalk*=1", "mmlu*=1", "gsm8k*=4"),
+        validation_percent=1.0,
+        test_percent=1.0,
+    ),
     optimizer=OptimizerConfig(
         name="muon",
         peak_lr=0.002,

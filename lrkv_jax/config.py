@@ -220,8 +220,8 @@ def _source_config(reference: str, run_dir: AnyPath | None, args: list[str]) -> 
     else:  # whether it is this source is for find_origin to say
         config = RunConfig.parse(json.dumps(known.config), run_dir / origins.FILE)
     config = config.for_fine_tuning(source)
-    if any(arg.split("=")[0] == "--data.dataset" for arg in args):  # the old one's place would be no place of the new
-        config = config.model_copy(update={"data": config.data.model_copy(update={"path": ""})})
+    if any(arg.split("=")[0] == "--data.dataset" for arg in args):  # the old one's files are none of the new
+        config = config.model_copy(update={"data": config.data.model_copy(update={"path": "", "repeats": ()})})
     return name, config
 
 

@@ -24,6 +24,8 @@ def main() -> int:
     for split in SPLITS:
         counts = store.counts(split)
         print(f"{split:<12}{counts.documents:>12,}{counts.tokens:>16,}{counts.bytes:>16,}")
+    for name, of_file in store.mixture.items():
+        print("{:<28}{examples:>12,} train examples x {repeats} = {taken:,}".format(name, **of_file))
     left = store.note or f"{store.dropped_tokens:,} train tokens left over"
     print(f"{store.records:,} records of {store.record_tokens:,} tokens; {left}")
     return 0

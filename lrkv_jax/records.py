@@ -34,6 +34,7 @@ ADDED = {
     "attention.ranks": [],
     "data.template": "<|{role}|>\n{content}\n",
     "data.too_long": "drop",
+    "data.repeats": [],
 }
 
 

@@ -91,6 +91,7 @@ def found(run_dir: AnyPath, config: RunConfig, store: Store, origin: Origin | No
     store.tokenizer.save(run_dir / "tokenizer.json")
     corpus = {"fingerprint": store.fingerprint, "store": store.directory.name, **counts(store)}
     corpus |= {"note": store.note} if store.note else {}
+    corpus |= {"mixture": store.mixture} if store.mixture else {}
     write_json(run_dir / "corpus.json", corpus)
     if origin is not None:
         write_json(run_dir / origins.FILE, origin.model_dump(mode="json"))

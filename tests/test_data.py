@@ -353,7 +353,9 @@ def test_cache_directory(tmp_path, monkeypatch):
 def test_prepare_command(folder, store, monkeypatch, capsys):
     """Bugs: the command ignores its flags, or makes another store than training opens; a refusal is a traceback."""
     root = pathlib.Path(__file__).parents[1]
-    flags = [f"--data.{k.replace('_', '-')}={v}" for k, v in make(folder).model_dump().items() if v not in ("", False)]
+    flags = [
+        f"--data.{k.replace('_', '-')}={v}" for k, v in make(folder).model_dump().items() if v not in ("", False, ())
+    ]
     command = ["prepare", "--config", str(root / "configs" / "debug.py"), f"--model.vocab={VOCAB}"]
     monkeypatch.setattr(sys, "argv", [*command, *flags])
     with pytest.raises(SystemExit) as done:

@@ -1,6 +1,10 @@
-"""Supervised fine-tuning: which tokens are scored, how examples share a row, what is told of those that don't fit."""
+"""Supervised fine-tuning: which tokens are scored, how examples share a row, what is told of those that don't fit, how
+often a file's are taken."""
 
+import collections
 import json
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +13,20 @@ import pydantic
 import pytest
 from models import batch, program
 
-from lrkv_jax import marks
+from lrkv_jax import marks, prepare, rundir
+from lrkv_jax.config import RunConfig, parse_command
 from lrkv_jax.data import DataConfig, Form, Tokenizer, ngram_cross_entropy, open_store
 from lrkv_jax.data.chat import canonical
+from lrkv_jax.data.corpus import Corpus
+from lrkv_jax.data.files import key_of
+from lrkv_jax.data.mixture import spread
+from lrkv_jax.data.store import FORMAT
 from lrkv_jax.evaluate import evaluate, make_eval_step
 from lrkv_jax.settings import UserError
 from lrkv_jax.sharding import MeshConfig, make_mesh
 from lrkv_jax.step import Tokens
 
+ROOT = Path(__file__).parent.parent
 T, VOCAB = 24, 300
 CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
 
@@ -270,3 +280,106 @@ def test_refusals(tokenizer, tmp_path):
         assert says in str(error.value)
     with pytest.raises(pydantic.ValidationError, match=r"must hold \{role\} and then \{content\}, once each"):
         DataConfig(template="{content}")
+    (tmp_path / "data.jsonl").write_text(json.dumps(examples(1)[0]))
+    with pytest.raises(UserError, match="1 distinct documents cannot fill 3 splits; add documents"):
+        open_store(config, VOCAB, progress=False)
+
+
+def trained(tokenizer, store):
+    """The train split's examples as text, each with how often it is there."""
+    rows = [store.record(number) for number in range(store.records)]
+    pieces = [piece for row in rows for piece in np.split(row, np.flatnonzero(row & marks.BEGINS)[1:])]
+    return collections.Counter(spelled(tokenizer, piece) for piece in pieces if marks.scored(piece))
+
+
+@pytest.mark.parametrize("tokenizer", ["<|end|>"], indirect=True)
+def test_a_mixture_takes_files_as_often_as_it_says(tokenizer, tmp_path, monkeypatch, capsys):
+    """Bugs: the wrong file's examples repeated, or those held out; a mixture that moves examples between splits, shares
+    a store or a fingerprint with another, isn't a function of the step or isn't told; stores without one made anew."""
+    tokenizer, path, begin = tokenizer
+    folder = tmp_path / "mix"
+    (folder / "more").mkdir(parents=True)
+    for file, mark, count in (("chat.jsonl", "c", 30), ("gsm8k.jsonl", "g", 20), ("more/mmlu.jsonl", "m", 20)):
+        found = [{"prompt": f"{mark}{n}=", "completion": f" {n}"} for n in range(count)]
+        (folder / file).write_text("".join(json.dumps(example) + "\n" for example in found))
+    plain = make(tmp_path, path, begin).model_copy(update={"path": str(folder)})
+    mixed = plain.model_copy(update={"repeats": ("gsm8k.jsonl=4", "more/*=2")})
+    alone, store = (open_store(config, VOCAB, progress=False) for config in (plain, mixed))
+
+    times = {"c": 1, "g": 4, "m": 2}
+    once = trained(tokenizer, alone)
+    assert set(once.values()) == {1}
+    assert trained(tokenizer, store) == {text: times[text.removeprefix(begin)[0]] for text in once}
+    for split in ("validation", "test"):
+        assert store.counts(split) == alone.counts(split)
+        for number in range(len(store.windows(split))):
+            np.testing.assert_array_equal(store._read(split, number), alone._read(split, number))
+    held_in = {of_file: sum(text.removeprefix(begin)[0] == of_file for text in once) for of_file in times}
+    assert store.mixture == {
+        file: {"examples": held_in[mark], "repeats": times[mark], "taken": held_in[mark] * times[mark]}
+        for file, mark in (("chat.jsonl", "c"), ("gsm8k.jsonl", "g"), ("more/mmlu.jsonl", "m"))
+    }
+    assert store.counts("train").documents == sum(of_file["taken"] for of_file in store.mixture.values())
+    again = open_store(mixed, VOCAB, progress=False, name=store.directory.name).batches(4, 3)
+    for step in (0, 30):
+        np.testing.assert_array_equal(again.batch_at(step), store.batches(4, 3).batch_at(step))
+
+    cut = [T, plain.template, "drop"]
+    key = key_of(FORMAT, Corpus(plain).key, tokenizer.sha256, tokenizer.begin_id, tokenizer.end_id, cut)
+    assert alone.directory.name == f"sft-{key}"
+    assert not alone.mixture
+    ones = open_store(plain.model_copy(update={"repeats": ("*=1",)}), VOCAB, progress=False)
+    assert ones.directory != alone.directory != store.directory
+    assert ones.fingerprint == alone.fingerprint != store.fingerprint
+
+    rundir.found(tmp_path, RunConfig(data=mixed), store)
+    assert rundir.read_json(tmp_path / "corpus.json")["mixture"] == store.mixture
+    flags = [f"--data.{name.replace('_', '-')}={value}" for name, value in plain if value not in ("", False, ())]
+    flags = [*flags, f"--model.vocab={VOCAB}", "--data.repeats", *mixed.repeats]
+    monkeypatch.setattr(sys, "argv", ["prepare", "--config", str(ROOT / "configs" / "debug.py"), *flags])
+    with pytest.raises(SystemExit):
+        prepare.main()
+    assert f"{held_in['g']} train examples x 4 = {4 * held_in['g']}\n" in capsys.readouterr().out
+
+    for repeats, says in (
+        (("gsm=2",), "data.repeats = 'gsm=2': matches no file; data.path = "),
+        (("gsm*=2", "*.jsonl=3"), "data.repeats = '*.jsonl=3': gsm8k.jsonl matches 'gsm*=2' too; each file must match"),
+    ):
+        with pytest.raises(UserError) as error:
+            open_store(plain.model_copy(update={"repeats": repeats}), VOCAB, progress=False)
+        assert says in str(error.value)
+
+
+def test_copies_lie_apart():
+    """Bug: copies side by side, which even a large store packs into one row."""
+    assert spread(np.ones(7, int)).tolist() == list(range(7))
+    times = np.array([1, 1, 4, 1, 1, 1, 1, 1] * 25)
+    order = spread(times)
+    np.testing.assert_array_equal(np.bincount(order), times)
+    places = [np.flatnonzero(order == number) for number in np.flatnonzero(times == 4)]
+    assert min(np.diff(place).min() for place in places) > order.size // 4 - 4
+
+
+@pytest.mark.parametrize("pair", ["gsm8k.jsonl", "=2", "a=0", "a=-1", "a=1.5", "a= 2", "a=1000", "a="])
+def test_bad_repeats_are_named(pair):
+    """Bug: a weight that is rounded, ignored or taken for another."""
+    with pytest.raises(pydantic.ValidationError, match=r"repeats = '.*': must be PATTERN=COUNT with COUNT a whole"):
+        DataConfig(dataset="sft", repeats=("b=2", pair))
+
+
+def test_repeats_on_the_command_line(monkeypatch):
+    """Bugs: a bad weight, or one for text, is a box of tyro's; the source's files are asked for in another dataset."""
+    source = RunConfig(data=DataConfig(dataset="sft", path="/mix", repeats=("a*=2",)))
+    monkeypatch.setattr(RunConfig, "load", lambda run_dir: source)
+
+    def repeats(*flags):
+        return parse_command("train.py", "", ["--init-from", "/source", *flags]).config.data.repeats
+
+    assert repeats() == ("a*=2",)
+    assert repeats("--data.dataset", "python_stdlib") == ()
+    assert repeats("--data.repeats", "a=1=2", "b*=3") == ("a=1=2", "b*=3")
+    assert repeats("--data.repeats") == ()
+    with pytest.raises(UserError, match=r"^data\.repeats = 'a=0': must be PATTERN=COUNT with COUNT a whole number"):
+        repeats("--data.repeats", "a=0")
+    with pytest.raises(UserError, match=r"^data\.repeats = a=2: must be empty unless dataset = sft$"):
+        repeats("--data.dataset", "python_stdlib", "--data.repeats", "a=2")

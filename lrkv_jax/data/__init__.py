@@ -9,6 +9,7 @@
 | config.py | DataConfig |
 | python_stdlib.py, text_files.py, sft.py | our TFDS builders |
 | chat.py | examples for supervised fine-tuning: template, ids, what is scored |
+| mixture.py | how often each file of examples is taken |
 | datasets.py | any TFDS dataset by name, without tensorflow |
 | corpus.py, split.py | its documents in three splits |
 | tokenizer.py | text to ids and back |

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import pydantic
 
+from lrkv_jax.data.mixture import parse
 from lrkv_jax.settings import Settings
 from lrkv_jax.storage import AnyPath, path
 
@@ -48,6 +49,9 @@ class DataConfig(Settings):
     """sft: a chat's message as text, from its role (system, user, assistant, tool) and content."""
     too_long: Literal["drop", "truncate"] = "drop"
     """sft: what becomes of an example of more than `context` + 1 tokens; how many there were is told."""
+    repeats: tuple[str, ...] = ()
+    """sft: a mixture of files, as PATTERN=COUNT: how often the train split takes each example of the files whose names
+    below `path` match the glob pattern; others, and all that is held out, are taken once."""
     cache_dir: str = DEFAULT_CACHE
     """Where datasets, tokenizers and token stores are kept; the environment's LRKV_CACHE replaces the default. With a
     bucket (gs://...) that is still the default, into which what others made is fetched from there, and put there."""
@@ -62,6 +66,10 @@ class DataConfig(Settings):
         fields = [self.template.count(name) for name in ("{role}", "{content}")]
         if fields != [1, 1] or self.template.index("{role}") > self.template.index("{content}"):
             raise ValueError(f"template = {self.template!r}: must hold {{role}} and then {{content}}, once each")
+        if self.repeats and not self.marked:
+            raise ValueError(f"repeats = {' '.join(self.repeats)}: must be empty unless dataset = sft")
+        for pair in self.repeats:
+            parse(pair)
 
     @property
     def marked(self) -> bool:

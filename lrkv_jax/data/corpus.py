@@ -9,6 +9,7 @@ Shakespeare), off its end, at the end of a line.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from lrkv_jax.data import split as splitting
 from lrkv_jax.data.config import DataConfig
 from lrkv_jax.data.datasets import first_line, prepared_builder, source_key
 from lrkv_jax.data.files import key_of, replacing
+from lrkv_jax.data.mixture import spread
+from lrkv_jax.data.sft import file_times
 from lrkv_jax.data.split import SPLITS, TEST, TRAIN, VALIDATION
 from lrkv_jax.settings import UserError
 
@@ -28,7 +31,7 @@ class Corpus:
     """A dataset's documents by split. Nothing is read or built before `prepare`."""
 
     def __init__(self, config: DataConfig) -> None:
-        """Raises UserError for a path or a configuration name that does not exist."""
+        """Raises UserError for a path or a configuration name that does not exist, or `repeats` that fit no files."""
         self.name = config.dataset
         self._config = config
         self._cache = config.cache()
@@ -37,6 +40,9 @@ class Corpus:
         self._root = self._cache / "datasets" / source
         self.key = key_of(source, self._shares)
         self._splits: dict[str, Texts | list[bytes]] = {}
+        self._times = file_times(config)
+        self.mixture: dict[str, dict[str, int]] = {}
+        """With `data.repeats`, after `prepare`: each file's train `examples`, `repeats` and their product `taken`."""
 
     def prepare(self, progress: bool) -> None:
         """Builds the dataset and its splits where that is not done yet. Raises UserError saying what is missing."""
@@ -46,6 +52,8 @@ class Corpus:
             raise UserError(f"dataset {self.name} has no train split; it has {', '.join(builder.info.splits)}")
         shares = {name: share for name, share in self._shares.items() if name not in own}
         self._splits = own | (self._cut_off(own[TRAIN], shares, progress) if shares else {})
+        if self._times:
+            self._repeat(self._splits[TRAIN], progress)
 
     def documents(self, split: str, start: int = 0) -> Iterator[tuple[int, bytes]]:
         """(number, UTF-8 text) of a split's documents from number `start` on."""
@@ -65,7 +73,7 @@ class Corpus:
         return len(self._splits[split])
 
     def _cut_off(self, train: Texts, shares: dict[str, float], progress: bool) -> dict[str, Texts | list[bytes]]:
-        if len(train) == 1:
+        if len(train) == 1 and not self._config.marked:  # a single example is not to be cut
             return cut_text(train[0], shares)
         path = self._cache / "splits" / f"{self.key}.npy"
         if not path.exists():
@@ -78,6 +86,17 @@ class Corpus:
                 np.save(file, choice)
         choice = np.load(path)
         return {name: train.only(choice == SPLITS.index(name)) for name in (TRAIN, *shares)}
+
+    def _repeat(self, train: Texts, progress: bool) -> None:
+        """Takes each train example as often as its file is to be taken."""
+        names = tqdm(train.names(), "mixing", len(train), disable=not progress, unit=" documents", file=sys.stderr)
+        files = [name.rpartition(":")[0] for name in names]  # of `file:line`
+        self._splits[TRAIN] = train.only(spread(np.array([self._times[file] for file in files])))
+        examples = Counter(files)
+        self.mixture = {
+            file: {"examples": examples[file], "repeats": times, "taken": examples[file] * times}
+            for file, times in self._times.items()
+        }
 
 
 class Texts:
@@ -94,10 +113,14 @@ class Texts:
         self.bytes = builder.info.splits[split].num_bytes  # as stored, a little more than the texts alone
 
     def only(self, chosen: np.ndarray) -> Texts:
-        """The documents where `chosen` [documents] is true, in the same order."""
+        """The documents `chosen`: those where it is true [documents], or those of its numbers, in their order."""
         copy = object.__new__(Texts)
         copy.__dict__ |= self.__dict__ | {"_numbers": self._numbers[chosen]}
         return copy
+
+    def names(self) -> Iterator[str]:
+        """The documents' names, which our builders keep beside the text."""
+        return (self._read(number, "name").decode() for number in range(len(self)))
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -106,8 +129,11 @@ class Texts:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, number: int) -> bytes:
+        return self._read(number, self._feature)
+
+    def _read(self, number: int, feature: str) -> bytes:
         try:
-            return self._source[int(self._numbers[number])][self._feature]
+            return self._source[int(self._numbers[number])][feature]
         except RuntimeError as error:  # ArrayRecord checks a hash of each record
             raise _damaged(self._directory, error) from error
 

@@ -20,7 +20,7 @@ import tensorflow_datasets as tfds
 from lrkv_jax.data.config import DataConfig
 from lrkv_jax.data.files import disk_is_full, key_of
 from lrkv_jax.data.python_stdlib import PythonStdlib, source_files
-from lrkv_jax.data.sft import Sft, SftConfig, example_files
+from lrkv_jax.data.sft import Sft, example_files
 from lrkv_jax.data.text_files import TextFiles, TextFilesConfig, text_files
 from lrkv_jax.settings import UserError
 
@@ -33,7 +33,7 @@ def prepared_builder(config: DataConfig, root: Path, progress: bool) -> tuple[tf
     with quiet(shown=False):
         builder = _builder(config, root)
     _build(builder, config, progress)
-    if isinstance(builder, TextFiles | Sft):  # which has given the text its own name
+    if isinstance(builder, TextFiles):  # which has given the text its own name
         return builder, "text"
     texts = [name for name, feature in builder.info.features.items() if isinstance(feature, tfds.features.Text)]
     if config.text_feature not in texts:
@@ -75,10 +75,9 @@ def _builder(config: DataConfig, root: Path) -> tfds.core.DatasetBuilder:
     name, _, variant = config.dataset.partition("/")
     if name == PythonStdlib.name:
         return PythonStdlib(config=variant or "without_tests", **keep)
-    if name == TextFiles.name:
-        return TextFiles(config=TextFilesConfig(name="files", path=config.path, feature=config.text_feature), **keep)
-    if config.marked:
-        return Sft(config=SftConfig(name="files", path=config.path), **keep)
+    if name == TextFiles.name or config.marked:
+        files = TextFilesConfig(name="files", path=config.path, feature=config.text_feature)
+        return (Sft if config.marked else TextFiles)(config=files, **keep)
     if config.path and (Path(config.path).expanduser() / "dataset_info.json").is_file():
         return tfds.builder_from_directory(Path(config.path).expanduser())
     with foreign_errors(config.dataset):
@@ -108,7 +107,7 @@ def _build(builder: tfds.core.DatasetBuilder, config: DataConfig, progress: bool
         for left in target.parent.glob("incomplete.*"):  # of a killed run: we hold the lock
             shutil.rmtree(left)
         manual = str(Path(config.path).expanduser()) if config.path else None
-        ours = isinstance(builder, PythonStdlib | TextFiles | Sft)
+        ours = isinstance(builder, PythonStdlib | TextFiles)
         with quiet(shown=progress and not ours), foreign_errors(config.dataset):
             builder.download_and_prepare(download_config=tfds.download.DownloadConfig(manual_dir=manual))
     if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-import tensorflow_datasets as tfds
-
 from lrkv_jax.data.chat import canonical
-from lrkv_jax.data.text_files import decoded, text_files
+from lrkv_jax.data.config import DataConfig
+from lrkv_jax.data.mixture import times_of
+from lrkv_jax.data.text_files import TextFiles, lines, text_files
 from lrkv_jax.settings import UserError
 
 
@@ -17,32 +16,26 @@ def example_files(path: str) -> tuple[Path, list[Path]]:
     """The folder and its .jsonl files, as `text_files` has them. Raises UserError where there are none."""
     if not path:
         raise UserError("data.path is empty: dataset = sft needs a .jsonl file of examples, or a folder of them")
-    return text_files(path, (".jsonl",))
+    return text_files(path, Sft.SUFFIXES)
 
 
-@dataclasses.dataclass(kw_only=True)
-class SftConfig(tfds.core.BuilderConfig):
-    """Where the examples are: a file or folder."""
+def file_times(config: DataConfig) -> dict[str, int]:
+    """How often the train split takes the examples of each file, by its name below the folder; {} without `repeats`.
 
-    path: str
+    Raises UserError for patterns that don't fit the files.
+    """
+    if not config.repeats:
+        return {}
+    root, files = example_files(config.path)
+    return times_of(config.repeats, [file.relative_to(root).as_posix() for file in files], config.path)
 
 
-class Sft(tfds.core.GeneratorBasedBuilder):
+class Sft(TextFiles):
     """One document a line, the JSON of what is read of it."""
 
-    VERSION = tfds.core.Version("1.0.0")
+    SUFFIXES = (".jsonl",)
 
-    def _info(self) -> tfds.core.DatasetInfo:
-        text = tfds.features.Text()
-        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict({"name": text, "text": text}))
-
-    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict:
-        del dl_manager  # nothing to download
-        return {"train": self._generate_examples(*example_files(self.builder_config.path))}
-
-    def _generate_examples(self, root: Path, files: list[Path]) -> Iterator[tuple[str, dict]]:
-        for file in files:
-            for number, line in enumerate(decoded(file).split("\n"), 1):
-                if line.strip():
-                    name = f"{file.relative_to(root).as_posix()}:{number}"
-                    yield name, {"name": name, "text": canonical(line, f"{file}:{number}")}
+    def texts(self, file: Path) -> Iterator[tuple[int, str]]:
+        """A file's examples by line, from 1."""
+        for number, line in lines(file):
+            yield number, canonical(line, f"{file}:{number}")

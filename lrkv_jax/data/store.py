@@ -67,6 +67,12 @@ class Store:
         return f"examples longer than data.context = {self.context}: {', '.join(told)}" if told else ""
 
     @property
+    def mixture(self) -> dict[str, dict[str, int]]:
+        """With `data.repeats`, for each file its train `examples`, too long ones too, `repeats` and their product
+        `taken`; else empty."""
+        return self._manifest.get("mixture", {})
+
+    @property
     def dropped_tokens(self) -> int:
         """Train tokens behind the last full record, which no batch holds."""
         return self._manifest["splits"][TRAIN]["dropped"]

@@ -39,13 +39,18 @@ def read_texts(file: Path, feature: str) -> Iterator[str]:
     if file.suffix == ".parquet":
         yield from _parquet_texts(file, feature)
         return
-    text = decoded(file)
     if file.suffix == ".txt":
-        yield text
+        yield decoded(file)
         return
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in lines(file):
+        yield _json_text(line, feature, f"{file}:{number}")
+
+
+def lines(file: Path) -> Iterator[tuple[int, str]]:
+    """A file's lines that are not blank, by their number from 1."""
+    for number, line in enumerate(decoded(file).split("\n"), 1):
         if line.strip():
-            yield _json_text(line, feature, f"{file}:{number}")
+            yield number, line
 
 
 def decoded(file: Path) -> str:
@@ -103,6 +108,11 @@ class TextFiles(tfds.core.GeneratorBasedBuilder):
     """One document a .txt file, .jsonl line or .parquet row; empty ones are left out."""
 
     VERSION = tfds.core.Version("1.0.0")
+    SUFFIXES = SUFFIXES
+
+    def texts(self, file: Path) -> Iterator[tuple[int, str]]:
+        """A file's documents, numbered."""
+        return enumerate(read_texts(file, self.builder_config.feature))
 
     def _info(self) -> tfds.core.DatasetInfo:
         text = tfds.features.Text()
@@ -110,12 +120,12 @@ class TextFiles(tfds.core.GeneratorBasedBuilder):
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict:
         del dl_manager  # nothing to download
-        return {"train": self._generate_examples(*text_files(self.builder_config.path))}
+        return {"train": self._generate_examples(*text_files(self.builder_config.path, self.SUFFIXES))}
 
     def _generate_examples(self, root: Path, files: list[Path]) -> Iterator[tuple[str, dict]]:
         empty = True
         for file in files:
-            for number, text in enumerate(read_texts(file, self.builder_config.feature)):
+            for number, text in self.texts(file):
                 if text.strip():
                     empty = False
                     name = f"{file.relative_to(root).as_posix()}:{number}"

@@ -97,7 +97,9 @@ def write_store(
         "splits": splits,
         **({} if form is None else {"marked": True}),
     }
-    manifest = {"fingerprint": fingerprint_of(content), "dataset": corpus.name} | content
+    named = {"fingerprint": fingerprint_of(content), "dataset": corpus.name}
+    named |= {"mixture": corpus.mixture} if corpus.mixture else {}
+    manifest = named | content
     write_atomically(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
