@@ -31,6 +31,7 @@ ADDED = {
     "model.lora_alpha": 16.0,
     "model.lora_targets": ["*"],
     "optimizer.freeze": [],
+    "train.distill_weight": 0.0,
     "data.template": "<|{role}|>\n{content}\n",
     "data.too_long": "drop",
 }
