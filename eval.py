@@ -18,9 +18,11 @@ from lrkv_jax import distributed, profiling, report, rundir, sharding
 from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
 from lrkv_jax.fit import runnable
+from lrkv_jax.origin import TEACHER, recorded
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.sharding import MeshConfig
 from lrkv_jax.storage import path
+from lrkv_jax.teacher import model_of
 
 
 @distributed.together
@@ -43,7 +45,8 @@ def main() -> int:
     with contextlib.closing(Checkpointer(options.run_dir, config.checkpoint)) as checkpoints:
         abstract = program.abstract_state(mesh)["params"]
         params, step = checkpoints.restore_params(abstract, which(options.step))
-    result = report.score(config, program, params, step, store, mesh, options.split)
+    teacher_config = model_of(recorded(options.run_dir, TEACHER), config)
+    result = report.score(config, program, params, step, store, mesh, options.split, teacher_config)
     if distributed.is_first():
         print(report.table(result.eval))
         default = options.split == "test" and options.step == "newest"

@@ -3,6 +3,7 @@
     python train.py                                            the default, configs/tiny.py, LRKV
     python train.py --config configs/tiny.py:mha --train.steps 1000 --run-dir runs/mine
     python train.py --init-from runs/tiny-lrkv --data.dataset text_files --data.path ~/notes --run-dir runs/notes
+    python train.py --init-from runs/tiny-mha-lrkv --distill-from runs/tiny-mha --train.distill-weight 0.5
 
 The same command again on a run directory resumes it; on a finished run it prints the result again. On several hosts,
 start the same command on each: docs/scale.md.
@@ -33,6 +34,7 @@ from lrkv_jax.origin import Origin
 from lrkv_jax.settings import UserError, command
 from lrkv_jax.step import Program, compile_train_step
 from lrkv_jax.storage import AnyPath
+from lrkv_jax.teacher import find_teacher, model_of, read_teacher
 
 
 class Stopped:
@@ -90,26 +92,28 @@ def main() -> int:
     """Command line to exit status: 0 done, 128 + signal when stopped, 2 for a mistake (one line on stderr)."""
     options = parse_command("train.py", __doc__)
     config, run_dir = options.config, options.run_dir
-    origin = find_origin(options)
+    origin, teacher = find_origin(options), find_teacher(options)
+    teacher_config = model_of(teacher, config)
     if options.dry_run:
-        print(accounting.dry_run(config))
+        print(accounting.dry_run(config, teacher_config))
         return 0
     shared = flatten(config.model_dump(mode="json", exclude={"data": {"path", "tokenizer", "cache_dir"}}))
-    distributed.check_same(shared | {"--run-dir": str(run_dir), "--init-from": options.init_from})
+    others = {"--init-from": options.init_from, "--distill-from": options.distill_from}
+    distributed.check_same(shared | {"--run-dir": str(run_dir)} | others)
     mesh = sharding.make_mesh(config.mesh)
-    check_fit(config, mesh)
+    check_fit(config, mesh, teacher_config)
     profiling.keep_compiled(options.compile_cache, config.data.cache())
-    store = rundir.enter(run_dir, config, origin)
-    program = rundir.make_run_program(config, store)
+    store = rundir.enter(run_dir, config, origin, teacher)
+    program = rundir.make_run_program(config, store, teacher_config)
     result_path = run_dir / "eval.json"
     if not distributed.agreed(lambda: finished(result_path, config)):
         with Stopped(mesh) as stopped:  # here only; preparing the data and scoring may be killed at any time
-            state, step = fit(options, origin, store, program, mesh, stopped)
+            state, step = fit(options, origin, teacher, store, program, mesh, stopped)
         if stopped.signal:
             name = signal.Signals(stopped.signal).name
             say(f"stopped by {name}; step {step} is saved, the same command resumes")
             return 128 + stopped.signal
-        result = report.score(config, program, state["params"], step, store, mesh, "test")
+        result = report.score(config, program, state["params"], step, store, mesh, "test", teacher_config)
         if distributed.is_first():
             figures.loss_curve(run_dir)
             result.write(run_dir)
@@ -131,7 +135,13 @@ def finished(result_path: AnyPath, config: RunConfig) -> bool:
 
 
 def fit(
-    options: Command, origin: Origin | None, store: Store, program: Program, mesh: Mesh, stopped: Stopped
+    options: Command,
+    origin: Origin | None,
+    teacher: Origin | None,
+    store: Store,
+    program: Program,
+    mesh: Mesh,
+    stopped: Stopped,
 ) -> tuple[dict[str, Any], int]:
     """Trains from the newest checkpoint, its origin or scratch to the last step or a signal; returns state and step.
 
@@ -143,9 +153,10 @@ def fit(
     eval_step = make_eval_step(program, mesh)
     batches = store.batches(train.batch_size, train.seed)
     rows = sharding.local_rows(mesh, train.batch_size)
-    logging = log_options(config, mesh)
+    logging = log_options(config, mesh, model_of(teacher, config))
 
     with jax.set_mesh(mesh), contextlib.closing(Checkpointer(run_dir, config.checkpoint)) as checkpoints:
+        teacher_params = read_teacher(teacher, program, mesh)
         restored = checkpoints.restore(abstract)
         state, step = restored or (initial_state(program, abstract, train.seed, origin), 0)
         stream = contextlib.closing(batches.iterate(step, rows))
@@ -172,7 +183,7 @@ def fit(
                     profile.before(step + 1, state)
                     with log.timed("data"):
                         tokens = sharding.place_rows(mesh, next(batch), train.batch_size)
-                    state, metrics = train_step(state, tokens)
+                    state, metrics = train_step(state, tokens, *teacher_params)
                     step += 1
                     log.train(step, metrics)
                     if step % train.eval_every == 0 or step == train.steps:
@@ -196,15 +207,15 @@ def fit(
     return state, step
 
 
-def log_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    """What Metrics must know of a run."""
+def log_options(config: RunConfig, mesh: Mesh, teacher_config: RunConfig | None) -> dict[str, Any]:
+    """What Metrics must know of a run, and of the teacher's model."""
     return {
         "steps": config.train.steps,
         "tokens_per_step": config.train.batch_size * config.data.context,
         # Fake CPU devices deadlock when steps pile up; elsewhere the host runs one step ahead.
         "lag": 0 if jax.default_backend() == "cpu" else 1,
         "devices": mesh.size,
-        "flops_per_token": accounting.train_flops_per_token(config),
+        "flops_per_token": accounting.train_flops_per_token(config, teacher_config),
         "peak_flops": chips.peak_flops(jax.devices()[0].device_kind),
         "writes": distributed.is_first(),
     }

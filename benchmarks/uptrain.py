@@ -5,9 +5,8 @@
     python benchmarks/uptrain.py                                  draws the picture and prints the table again
 
 The run becomes LRKV at three cache budgets (calibrated on 65,536 tokens) and GQA at two like ones (mean pooling), and
-each trains on for a tenth of the original's steps, on the same corpus in another order, at a tenth of its rates with
-a cosine to zero (half of them made the original worse: docs/log.md). So does the original itself, since training
-on changes any model. Validation CE is of the same windows.
+each trains on as configs/uptrain.py has it. So does the original itself, since training on changes any model; and one
+of the conversions twice more, learning from the original too. Validation CE is of the same windows.
 """
 
 from __future__ import annotations
@@ -32,17 +31,8 @@ CONVERSIONS = {
     "gqa-50": ("GQA-3", ["--to", "gqa", "--kv-heads", "3"]),
     "gqa-33": ("GQA-2", ["--to", "gqa", "--kv-heads", "2"]),
 }
-UPTRAINING = {
-    "--optimizer.name": "muon",
-    "--train.steps": 100,
-    "--train.eval-every": 20,
-    "--train.seed": 1,
-    "--optimizer.peak-lr": 0.002,
-    "--optimizer.embed-lr": 0.002,
-    "--optimizer.unembed-lr": 0.0004,
-    "--optimizer.warmup-steps": 10,
-    "--checkpoint.every-steps": 100,
-}
+# Runs that also learn from the original: which conversion, and by which weight.
+DISTILLED = {"lrkv-35-w0.5": ("lrkv-35", 0.5), "lrkv-35-w1": ("lrkv-35", 1.0)}
 COLOURS = {"MHA": "#000000", "LRKV": "#0072B2", "GQA": "#D55E00"}  # Okabe and Ito
 
 
@@ -55,9 +45,14 @@ def run(source: Path, work: Path) -> None:
         if not (made / "eval.json").exists():
             call("-m", "lrkv_jax.convert", source, *flags, "--out", made)
         starts[name] = label, made
-    for name, (label, start) in starts.items():
-        run_dir = work / name
-        call("train.py", "--init-from", start, "--run-dir", run_dir, *(x for pair in UPTRAINING.items() for x in pair))
+    for name in (*starts, *DISTILLED):
+        key, weight = DISTILLED.get(name, (name, 0))
+        (label, start), run_dir = starts[key], work / name
+        teacher = ("--distill-from", source, "--train.distill-weight", weight) if weight else ()
+        if not (run_dir / "eval.json").exists():
+            config = f"configs/uptrain.py:{key}"
+            call("train.py", "--config", config, "--init-from", start, "--run-dir", run_dir, *teacher)
+        label += f", distilled w={weight:g}" if weight else ""
         write_summary(RESULTS / f"{name}.json", summarise(run_dir, name, 1, label))
     write_summary(RESULTS / "original.json", summarise(source, "original", 0, "MHA"))
 
@@ -105,8 +100,9 @@ def show() -> None:
 def name(record: Record) -> str:
     """With its rank and share of the cache."""
     attention, percent = record.config["attention"], record.eval["cache_percent_of_mha"]
-    rank = f" R={attention['rank']}" if attention["family"] == "lrkv" else ""
-    return f"{record.label}{rank}, {percent:.0f} % cache"
+    family, *rest = record.label.split(", ")
+    family += f" R={attention['rank']}" if attention["family"] == "lrkv" else ""
+    return ", ".join([family, *rest, f"{percent:.0f} % cache"])
 
 
 if __name__ == "__main__":

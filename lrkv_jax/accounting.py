@@ -7,6 +7,7 @@ so that two runs compare by what their mathematics costs, not by how it was run.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -46,11 +47,11 @@ class Accounts(NamedTuple):
     cache_percent_of_mha: float
     """Bytes over the bytes of MHA with the same heads, head dim and dtype."""
     train_flops_per_token: float
-    """Forward and backward, per input token."""
+    """Forward and backward, per input token; with a teacher, its forward pass too."""
 
 
-def accounts(config: RunConfig) -> Accounts:
-    """The accounts of a run's model."""
+def accounts(config: RunConfig, teacher: RunConfig | None = None) -> Accounts:
+    """The accounts of a run's model; `teacher` is as teacher.py has it."""
     program = textless_program(config)
     sizes, trained = dict.fromkeys(get_args(Role), 0), 0
     for path, param in _parameters(program):
@@ -68,7 +69,7 @@ def accounts(config: RunConfig) -> Accounts:
         cache_values_per_token_per_layer=int(per_layer) if per_layer.is_integer() else per_layer,
         cache_bytes_per_token=size,
         cache_percent_of_mha=100 * size / cache_per_token(config.model, mha)[1],
-        train_flops_per_token=train_flops_per_token(config),
+        train_flops_per_token=train_flops_per_token(config, teacher),
     )
 
 
@@ -143,22 +144,26 @@ def abstract_attention(model: ModelConfig, family: AttentionConfig) -> Attention
     )
 
 
-def train_flops_per_token(config: RunConfig) -> float:
-    """FLOPs of the products in one sequence's loss and gradient, over its T tokens."""
-    model = config.model.model_copy(update={"remat": "none", "scan_layers": True})
-    plain = config.model_copy(
+def train_flops_per_token(config: RunConfig, teacher: RunConfig | None = None) -> float:
+    """FLOPs of the products in one sequence's loss and gradient, and in a teacher's forward pass, over its T tokens."""
+    tokens = jax.ShapeDtypeStruct((1, config.data.context + 1), jnp.int32)
+    program = textless_program(_plain(config), teacher and _plain(teacher))
+    guide = () if program.teacher is None else (program.teacher.abstract_params(),)
+    jaxpr = jax.make_jaxpr(program.gradient)(program.abstract_params(), tokens, *guide).jaxpr
+    # Autodiff also writes the gradients of frozen weights, which nothing reads and no compiler keeps.
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return dot_flops(jaxpr) / config.data.context
+
+
+def _plain(config: RunConfig) -> RunConfig:
+    """The same mathematics of one sequence, without anything done to run it well."""
+    return config.model_copy(
         update={
-            "model": model,
+            "model": config.model.model_copy(update={"remat": "none", "scan_layers": True}),
             "attention": config.attention.model_copy(update={"implementation": "reference"}),
             "train": config.train.model_copy(update={"loss_chunks": 1, "microbatches": 1, "batch_size": 1}),
         }
     )
-    tokens = jax.ShapeDtypeStruct((1, config.data.context + 1), jnp.int32)
-    program = textless_program(plain)
-    jaxpr = jax.make_jaxpr(program.gradient)(abstract_parameters(plain), tokens).jaxpr
-    # Autodiff also writes the gradients of frozen weights, which nothing reads and no compiler keeps.
-    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return dot_flops(jaxpr) / config.data.context
 
 
 def dot_flops(jaxpr: jex.Jaxpr) -> int:
@@ -190,16 +195,17 @@ def subjaxprs(params: Any) -> Iterator[jex.Jaxpr]:
             yield leaf
 
 
-def textless_program(config: RunConfig) -> Program:
+def textless_program(config: RunConfig, teacher: RunConfig | None = None) -> Program:
     """The program of a config without a corpus, for shapes, costs and speed: which ids begin and end documents does not
     change what is compiled."""
     tokens = Tokens(begin=0, end=0, mask_documents=config.data.isolated)
-    return make_program(config.model, config.attention, config.train, config.optimizer, tokens)
+    program = make_program(config.model, config.attention, config.train, config.optimizer, tokens)
+    return program if teacher is None else dataclasses.replace(program, teacher=textless_program(teacher))
 
 
-def dry_run(config: RunConfig) -> str:
-    """What `train.py --dry-run` prints."""
-    found = accounts(config)
+def dry_run(config: RunConfig, teacher: RunConfig | None = None) -> str:
+    """What `train.py --dry-run` prints; `teacher` is as teacher.py has it."""
+    found = accounts(config, teacher)
     tokens = config.train.steps * config.train.batch_size * config.data.context
     tensor = config.mesh.tensor
     per_device = {}
@@ -216,6 +222,7 @@ def dry_run(config: RunConfig) -> str:
         **per_device,
         "training tokens": f"{tokens:,}",
         "training FLOPs": f"{found.train_flops_per_token:.4g} per token, "
-        f"{found.train_flops_per_token * tokens:.4g} in all",
+        f"{found.train_flops_per_token * tokens:.4g} in all"
+        + (f", the forward pass of the teacher ({teacher.family}) included" if teacher else ""),
     }
     return "\n".join(f"{name:<16} {value}" for name, value in rows.items())

@@ -152,6 +152,8 @@ class Command(NamedTuple):
     """As `profiling.keep_compiled` takes it."""
     init_from: str
     """The run to begin from, as origin.py reads it; empty for none."""
+    distill_from: str
+    """The run to learn from, likewise."""
 
 
 def load_configs(reference: str) -> tuple[str, RunConfig]:
@@ -182,6 +184,9 @@ def parse_command(prog: str, doc: str, args: list[str] | None = None, *, trains:
     first.add_argument(
         "--init-from", default="", metavar="RUN_DIR[@STEP]", help="begin with that run's parameters, and its config"
     )
+    first.add_argument(
+        "--distill-from", default="", metavar="RUN_DIR[@STEP]", help="learn from that run by train.distill_weight"
+    )
     if trains:
         first.add_argument(
             "--run-dir", type=storage.path, metavar="DIR", help="or gs://...; default: runs/<file>-<key>"
@@ -197,13 +202,28 @@ def parse_command(prog: str, doc: str, args: list[str] | None = None, *, trains:
     else:
         name, default = load_configs(options.config or DEFAULT_CONFIG)
     config = parse_fields(prog, f"{doc}\n\n{first.format_help()}", default, rest)
-    if options.init_from and not config.data.tokenizer:
-        tokenizer = str(origins.parse(options.init_from)[0] / "tokenizer.json")
-        config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
+    _check_weight(config, options.distill_from)
     run_dir = run_dir or Path("runs") / name
+    others = (options.init_from, options.distill_from)
+    for role, reference in zip((origins.SOURCE, origins.TEACHER), others, strict=True):
+        if reference and not config.data.tokenizer:
+            tokenizer = str(origins.parse(reference, role)[0] / "tokenizer.json")
+            config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
     if not trains:
-        return Command(config, run_dir, False, None, "off", options.init_from)
-    return Command(config, run_dir, options.dry_run, options.profile, options.compile_cache, options.init_from)
+        return Command(config, run_dir, False, None, "off", *others)
+    return Command(config, run_dir, options.dry_run, options.profile, options.compile_cache, *others)
+
+
+def _check_weight(config: RunConfig, teacher: str) -> None:
+    """Raises UserError for a teacher that has no weight, and for a weight that has no teacher."""
+    weight = config.train.distill_weight
+    if teacher and not weight:
+        raise UserError(
+            f"--distill-from {teacher}: train.distill_weight = 0 gives it no say; name its share of the objective, "
+            f"such as --train.distill-weight 0.5"
+        )
+    if weight and not teacher:
+        raise UserError(f"train.distill_weight = {weight}: needs a teacher, --distill-from RUN_DIR[@STEP]")
 
 
 def _source_config(reference: str, run_dir: AnyPath | None, args: list[str]) -> tuple[str, RunConfig]:
@@ -214,11 +234,11 @@ def _source_config(reference: str, run_dir: AnyPath | None, args: list[str]) -> 
     source, _ = origins.parse(reference)
     name = f"{source.name}-tuned"
     run_dir = run_dir or Path("runs") / name
-    known = origins.recorded(run_dir)
+    known = origins.recorded(run_dir, origins.SOURCE)
     if known is None:
         config = RunConfig.load(source)
     else:  # whether it is this source is for find_origin to say
-        config = RunConfig.parse(json.dumps(known.config), run_dir / origins.FILE)
+        config = RunConfig.parse(json.dumps(known.config), run_dir / origins.SOURCE.file)
     config = config.for_fine_tuning(source)
     if any(arg.split("=")[0] == "--data.dataset" for arg in args):  # the old one's files are none of the new
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": "", "repeats": ()})})

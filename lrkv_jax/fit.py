@@ -10,8 +10,11 @@ from lrkv_jax.config import RunConfig
 from lrkv_jax.settings import UserError
 
 
-def check_fit(config: RunConfig, mesh: Mesh) -> None:
-    """Raises UserError where rows, positions or heads don't divide over the mesh, or attention can't run there."""
+def check_fit(config: RunConfig, mesh: Mesh, teacher: RunConfig | None = None) -> None:
+    """Raises UserError where rows, positions or heads don't divide over the mesh, or attention can't run there.
+
+    `teacher` is as teacher.py has it.
+    """
     train, context = config.train, config.data.context
     rows, ways = train.batch_size // train.microbatches, sharding.row_ways(mesh)
     if rows % ways:
@@ -28,6 +31,11 @@ def check_fit(config: RunConfig, mesh: Mesh) -> None:
     accounting.textless_program(config).abstract_state(mesh)
     attention = accounting.abstract_attention(config.model, config.attention)
     backends.check(attention, rows, context, config.data.isolated, mesh)
+    if teacher is not None:
+        try:
+            check_fit(teacher, mesh)
+        except UserError as error:
+            raise UserError(f"the teacher's model: {error}") from None
 
 
 def runnable(config: RunConfig, mesh: Mesh) -> RunConfig:

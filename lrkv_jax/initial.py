@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from lrkv_jax.accounting import abstract_parameters
 from lrkv_jax.checkpoint import CheckpointConfig, Checkpointer
 from lrkv_jax.config import Command, RunConfig, flatten
 from lrkv_jax.inventory import compare
-from lrkv_jax.origin import Origin
+from lrkv_jax.origin import SOURCE, Origin, Role
 from lrkv_jax.rundir import read_json
 from lrkv_jax.settings import UserError
 from lrkv_jax.step import Program, TrainState
@@ -41,45 +42,79 @@ def find_origin(options: Command) -> Origin | None:
     Nothing is allocated. Raises UserError where the source doesn't fit the config, every name and shape listed, has
     another tokenizer or no such step, or where the run is there already and began otherwise.
     """
-    found = distributed.agreed(lambda: _find(options))
+    return find(SOURCE, options.init_from, options.run_dir, lambda: _source(options.config, options.init_from))
+
+
+def find(role: Role, asked: str, run_dir: AnyPath, seek: Callable[[], Origin]) -> Origin | None:
+    """Who has the role for a run: as recorded, or what `seek` finds for a new run that asks for one.
+
+    Raises UserError where the run is there already and has another, or none.
+    """
+
+    def meant() -> dict[str, Any] | None:
+        known = origins.recorded(run_dir, role)
+        if known is not None and not (asked and known.is_meant_by(asked, role)):
+            given = f"{role.flag} {asked}" if asked else f"no {role.flag}"
+            raise UserError(f"{given}: {run_dir} {role.verb} {known}; use another --run-dir, or {role.flag} {known}")
+        if not asked:
+            return None
+        if known is None and (run_dir / "config.json").exists():
+            raise UserError(f"{role.flag} {asked}: {run_dir} {role.verb} no other run; use another --run-dir")
+        return (known or seek()).model_dump(mode="json")
+
+    found = distributed.agreed(meant)
     return None if found is None else Origin.model_validate(found)
 
 
-def _find(options: Command) -> dict[str, Any] | None:
-    asked, run_dir = options.init_from, options.run_dir
-    known = origins.recorded(run_dir)
-    if known is not None and not (asked and known.is_meant_by(asked)):
-        given = f"--init-from {asked}" if asked else "no --init-from"
-        raise UserError(f"{given}: {run_dir} began from {known}; use another --run-dir, or --init-from {known}")
-    if not asked:
-        return None
-    if known is None:
-        if (run_dir / "config.json").exists():
-            raise UserError(f"--init-from {asked}: {run_dir} has begun, but from no other run; use another --run-dir")
-        known = _source(options.config, asked)
-    return known.model_dump(mode="json")
+def look(
+    role: Role, reference: str, config: RunConfig, wanted: Callable[[RunConfig, dict[str, Any]], PyTree]
+) -> Origin:
+    """The checkpoint that a reference names; `wanted` gives, from its config and arrays, the parameters to be in it.
 
-
-def _source(config: RunConfig, reference: str) -> Origin:
-    """The checkpoint named, checked against the config of the run that is to begin from it."""
-    run_dir, which = origins.parse(reference)
-    source = RunConfig.load(run_dir)
+    Raises UserError where there is none, or its parameters or its tokenizer are others.
+    """
+    run_dir, which = origins.parse(reference, role)
+    other = RunConfig.load(run_dir)
     _check_tokenizer(config, run_dir)
     with _opened(run_dir) as checkpoints:
         step, arrays, place = checkpoints.look_up("params", which)
-    compare({"params": _there(abstract_parameters(config), arrays)[0]}, arrays, place)
-    _tell(f"parameters of {run_dir}, step {step}", config, source)
+    compare({"params": wanted(other, arrays)}, arrays, place)
     return Origin(
         run_dir=str(run_dir),
         which=which,
         step=step,
         fingerprint=origins.fingerprint(arrays),
-        config=source.model_dump(mode="json"),
+        config=other.model_dump(mode="json"),
     )
+
+
+def _source(config: RunConfig, reference: str) -> Origin:
+    """The checkpoint named, checked against the config of the run that is to begin from it."""
+    origin = look(SOURCE, reference, config, lambda _, arrays: _there(abstract_parameters(config), arrays)[0])
+    tell(f"parameters of {origin.run_dir}, step {origin.step}", config, config_of(origin))
+    return origin
+
+
+def config_of(origin: Origin) -> RunConfig:
+    """The other run's config as it was."""
+    return RunConfig.parse(json.dumps(origin.config), storage.path(origin.run_dir) / "config.json")
 
 
 def _opened(run_dir: AnyPath) -> contextlib.closing[Checkpointer]:
     return contextlib.closing(Checkpointer(run_dir, CheckpointConfig()))
+
+
+@contextlib.contextmanager
+def reopened(origin: Origin, role: Role) -> Iterator[tuple[Checkpointer, dict[str, Any]]]:
+    """The other run's checkpoints, and what its manifest says of the parameters.
+
+    Raises UserError where the checkpoint is damaged, gone, or not the one that it was.
+    """
+    with _opened(storage.path(origin.run_dir)) as checkpoints:
+        _, arrays, place = checkpoints.look_up("params", origin.step)
+        if origins.fingerprint(arrays) != origin.fingerprint:
+            raise UserError(f"{place} is not the checkpoint that the run {role.verb}: it has been written anew since")
+        yield checkpoints, arrays
 
 
 def _check_tokenizer(config: RunConfig, source: AnyPath) -> None:
@@ -99,7 +134,7 @@ def _there(params: PyTree, arrays: dict[str, Any]) -> tuple[PyTree, PyTree]:
     return old, new
 
 
-def _tell(what: str, config: RunConfig, source: RunConfig) -> None:
+def tell(what: str, config: RunConfig, source: RunConfig) -> None:
     """Says on stderr in which fields that shapes don't show the model differs from its source."""
     ours, theirs = (
         flatten(json.loads(each.model_dump_json(include={"model", "attention"}, exclude=UNTOLD)))
@@ -120,10 +155,7 @@ def initial_state(program: Program, abstract: TrainState, seed: int, origin: Ori
     key, placed = jax.random.key(seed), sharding.shardings(abstract)
     if origin is None:
         return jax.jit(program.init_state, out_shardings=placed)(key)
-    with _opened(storage.path(origin.run_dir)) as checkpoints:
-        _, arrays, place = checkpoints.look_up("params", origin.step)
-        if origins.fingerprint(arrays) != origin.fingerprint:
-            raise UserError(f"{place} is not the checkpoint that the run began from: it has been written anew since")
+    with reopened(origin, SOURCE) as (checkpoints, arrays):
         old, new = _there(abstract["params"], arrays)
         params, _ = checkpoints.restore_params(old, origin.step)
     draw = jax.jit(lambda key: _there(program.init_params(key), arrays)[1], out_shardings=sharding.shardings(new))

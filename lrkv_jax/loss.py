@@ -1,12 +1,23 @@
-"""Next-token cross-entropy in float32, as sums and counts, chunked over tokens: all logits never exist at once."""
+"""Next-token cross-entropy in float32, as sums and counts, chunked over tokens: all logits never exist at once.
+
+Also its blend with the divergence from another model, the teacher (distillation, arXiv 1503.02531).
+"""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+
+class Teacher(NamedTuple):
+    """The final residual stream of another model on the same tokens, and what makes logits of it."""
+
+    hidden: Float[Array, "B T E"]
+    unembed: Float[Array, "E V"]
 
 
 def token_nats(
@@ -27,7 +38,7 @@ def token_nats(
     return _unsplit(jax.lax.map(chunk, (_split(hidden, chunks, ways), _split(labels, chunks, ways))), ways)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 9, 10))
 def sum_nats(
     hidden: Float[Array, "B T D"],
     unembed: Float[Array, "D V"],
@@ -37,46 +48,67 @@ def sum_nats(
     chunks: int,
     z_loss: float,
     ways: int = 1,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    teacher: Teacher | None = None,
+    share: float = 0.0,
+    teacher_softcap: float | None = None,
+) -> tuple[Float[Array, ""], ...]:
     """(Σ w·nats, Σ w·nats + z_loss·Σ w·logsumexp²): what is reported, and what is minimised.
 
-    The gradient of the second is formed in the forward pass, chunk by chunk, while the logits are at hand; the first
-    is a report and passes no gradient on. The z-loss is that of PaLM (arXiv 2204.02311). Where the sequence is split
+    The gradient of the second is formed in the forward pass, chunk by chunk, while the logits are at hand; the others
+    are reports and pass no gradient on. The z-loss is that of PaLM (arXiv 2204.02311). Where the sequence is split
     over `ways` devices, each chunk takes its part of every device's positions; `ways` times `chunks` must divide T.
+
+    With a teacher, whose distribution over the vocabulary is p where the model's is q, nats become
+    (1 − share)·nats + share·KL in the second, KL = Σ p·log(p/q), and a third result is Σ w·KL. The teacher is fixed.
     """
-    return _forward(hidden, unembed, labels, weights, softcap, chunks, z_loss, ways, gradient=False)[0]
+    settings = (softcap, chunks, z_loss, ways, teacher, share, teacher_softcap)
+    return _forward(hidden, unembed, labels, weights, *settings, gradient=False)[0]
 
 
-def _forward(hidden, unembed, labels, weights, softcap, chunks, z_loss, ways=1, gradient=True):
+def _forward(
+    hidden, unembed, labels, weights, softcap, chunks, z_loss, ways, teacher, share, teacher_softcap, gradient=True
+):
     weight = unembed.astype(hidden.dtype)
 
     def chunk(carry, part):
-        nats, objective, d_weight = carry
-        x, label, w = part
+        sums, d_weight = carry
+        x, label, w, *seen = part
         logits, slope = _capped(x, weight, softcap)
         losses, log_z, exponentials, total = _nats(logits, label)
-        nats += jnp.sum(w * losses)
-        objective += jnp.sum(w * (losses + z_loss * log_z**2))
+        sought = losses
+        if teacher is not None:
+            log_p = _log_softmax(*seen, teacher.unembed, teacher_softcap)
+            p = jnp.exp(log_p)
+            divergences = jnp.sum(p * (log_p - (logits - log_z[..., None])), axis=-1)
+            sought = (1 - share) * losses + share * divergences
+        found = [jnp.sum(w * losses), jnp.sum(w * (sought + z_loss * log_z**2))]
+        found += [] if teacher is None else [jnp.sum(w * divergences)]
+        sums = tuple(map(jnp.add, sums, found))
         if not gradient:
-            return (nats, objective, d_weight), None
+            return (sums, d_weight), None
         d_log_z = (w * (1 + 2 * z_loss * log_z) / total)[..., None]
         hit = jnp.arange(logits.shape[-1], dtype=label.dtype)[None, None, :] == label[..., None]
-        d_logits = exponentials * d_log_z - jnp.where(hit, w[..., None], 0.0)
+        d_logits = exponentials * d_log_z
+        targets = jnp.where(hit, w[..., None], 0.0)
+        if teacher is not None:  # the blend of two cross-entropies is that with the blended targets
+            targets = (1 - share) * targets + share * w[..., None] * p
+        d_logits -= targets
         d_logits = (d_logits if slope is None else d_logits * slope).astype(x.dtype)
         d_weight += jnp.einsum("btd,btv->dv", x, d_logits).astype(jnp.float32)
-        return (nats, objective, d_weight), jnp.einsum("btv,dv->btd", d_logits, weight)
+        return (sums, d_weight), jnp.einsum("btv,dv->btd", d_logits, weight)
 
-    zero = jnp.zeros((), jnp.float32)
-    start = (zero, zero, jnp.zeros(unembed.shape if gradient else (), jnp.float32))
-    parts = tuple(_split(x, chunks, ways) for x in (hidden, labels, weights))
-    (nats, objective, d_weight), d_hidden = jax.lax.scan(chunk, start, parts, unroll=chunks == 1)
-    return (nats, objective), (d_hidden if d_hidden is None else _unsplit(d_hidden, ways), d_weight)
+    arrays = (hidden, labels, weights, *(() if teacher is None else (teacher.hidden,)))
+    zeros = (jnp.zeros((), jnp.float32),) * (2 if teacher is None else 3)
+    start = (zeros, jnp.zeros(unembed.shape if gradient else (), jnp.float32))
+    parts = tuple(_split(x, chunks, ways) for x in arrays)
+    (sums, d_weight), d_hidden = jax.lax.scan(chunk, start, parts, unroll=chunks == 1)
+    return sums, (d_hidden if d_hidden is None else _unsplit(d_hidden, ways), d_weight)
 
 
-def _backward(softcap, chunks, z_loss, ways, saved, cotangents):
+def _backward(softcap, chunks, z_loss, ways, share, teacher_softcap, saved, cotangents):
     d_hidden, d_weight = saved
     scale = cotangents[1]
-    return d_hidden * scale.astype(d_hidden.dtype), d_weight * scale, None, None
+    return d_hidden * scale.astype(d_hidden.dtype), d_weight * scale, None, None, None
 
 
 sum_nats.defvjp(_forward, _backward)
@@ -99,6 +131,11 @@ def _nats(logits: Array, labels: Array) -> tuple[Array, Array, Array, Array]:
     log_z = jnp.log(total) + top[..., 0]
     chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     return log_z - chosen, log_z, exponentials, total
+
+
+def _log_softmax(hidden: Array, unembed: Array, softcap: float | None) -> Array:
+    """Log-probabilities of a chunk, in float32."""
+    return jax.nn.log_softmax(_capped(hidden, unembed.astype(hidden.dtype), softcap)[0])
 
 
 def _split(x: Array, chunks: int, ways: int) -> Array:

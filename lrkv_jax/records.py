@@ -32,6 +32,7 @@ ADDED = {
     "model.lora_targets": ["*"],
     "optimizer.freeze": [],
     "attention.ranks": [],
+    "train.distill_weight": 0.0,
     "data.template": "<|{role}|>\n{content}\n",
     "data.too_long": "drop",
     "data.repeats": [],

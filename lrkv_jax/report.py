@@ -29,14 +29,23 @@ class Result(NamedTuple):
         rundir.write_json(run_dir / f"eval{suffix}.json", self.eval)
 
 
-def score(config: RunConfig, program: Program, params: Any, step: int, store: Store, mesh: Mesh, split: str) -> Result:
-    """Scores a split; the parameters are those after `step` steps."""
+def score(
+    config: RunConfig,
+    program: Program,
+    params: Any,
+    step: int,
+    store: Store,
+    mesh: Mesh,
+    split: str,
+    teacher: RunConfig | None = None,
+) -> Result:
+    """Scores a split; the parameters are those after `step` steps. A `teacher` (teacher.py) has cost FLOPs too."""
     with jax.set_mesh(mesh):
         eval_step, windows = make_eval_step(program, mesh), store.windows(split)
         progress = f"score {split}" if distributed.is_first() else None
         found = evaluate(eval_step, params, windows, config.train.batch_size, mesh, progress=progress)
     unigram, bigram = distributed.agreed(lambda: ngram_cross_entropy(store, split))
-    costs = accounting.accounts(config)
+    costs = accounting.accounts(config, teacher)
     tokens = step * config.train.batch_size * config.data.context
     result = {
         "family": config.family,

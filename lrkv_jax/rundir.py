@@ -1,14 +1,15 @@
 """A run directory: what is in it, and when it may be used again.
 
 config.json, tokenizer.json and corpus.json are written once, when the run starts, and everything later starts from
-them; so is origin.json (origin.py) in a run that began from another. metrics.jsonl and tensorboard/ grow; checkpoints/
-holds the newest and the best; eval.json, loss.png at the end.
+them; so are origin.json and teacher.json (origin.py) in a run that began or learns from another. metrics.jsonl and
+tensorboard/ grow; checkpoints/ holds the newest and the best; eval.json, loss.png at the end.
 
 It lies on a disk or in a bucket, where every process of a run reaches it; process 0 writes all but the checkpoints.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import sys
@@ -25,13 +26,14 @@ from lrkv_jax.step import Program, Tokens, make_program
 from lrkv_jax.storage import AnyPath, in_bucket, write_atomically
 
 # What a run that was killed while it started may have left, besides scratch files (.name) of ours.
-FIRST_FILES = {"config.json", "corpus.json", "tokenizer.json", origins.FILE}
+FIRST_FILES = {"config.json", "corpus.json", "tokenizer.json", origins.SOURCE.file, origins.TEACHER.file}
 
 
-def enter(run_dir: AnyPath, config: RunConfig, origin: Origin | None = None) -> Store:
+def enter(run_dir: AnyPath, config: RunConfig, origin: Origin | None = None, teacher: Origin | None = None) -> Store:
     """Opens a run directory for training: a new one is made, a known one must be of the same config and corpus.
 
-    `origin` is kept in a new one; that a known one has the same is for who makes it to see to (initial.py).
+    `origin` and `teacher` are kept in a new one; that a known one has the same is for who makes them to see to
+    (initial.py, teacher.py).
 
     Raises UserError where it is of another config or corpus, holds something else, can't be written, or is not one
     and the same for all processes.
@@ -42,7 +44,7 @@ def enter(run_dir: AnyPath, config: RunConfig, origin: Origin | None = None) -> 
         return open_corpus(run_dir, config)
     store = open_store(config.data, config.model.vocab, progress=distributed.is_first())
     distributed.check_same({"the corpus's fingerprint": store.fingerprint})  # each process has prepared its own
-    distributed.agreed(lambda: found(run_dir, config, store, origin))
+    distributed.agreed(lambda: found(run_dir, config, store, origin, teacher))
     if store.note and distributed.is_first():
         print(store.note, file=sys.stderr)
     return store
@@ -86,24 +88,28 @@ def _compare_views(run_dir: AnyPath, mark: AnyPath, seen: list[bool]) -> None:
         )
 
 
-def found(run_dir: AnyPath, config: RunConfig, store: Store, origin: Origin | None = None) -> None:
+def found(
+    run_dir: AnyPath, config: RunConfig, store: Store, origin: Origin | None = None, teacher: Origin | None = None
+) -> None:
     """Writes what a run starts from. Raises UserError where it can't be written."""
     store.tokenizer.save(run_dir / "tokenizer.json")
     corpus = {"fingerprint": store.fingerprint, "store": store.directory.name, **counts(store)}
     corpus |= {"note": store.note} if store.note else {}
     corpus |= {"mixture": store.mixture} if store.mixture else {}
     write_json(run_dir / "corpus.json", corpus)
-    if origin is not None:
-        write_json(run_dir / origins.FILE, origin.model_dump(mode="json"))
+    for role, other in ((origins.SOURCE, origin), (origins.TEACHER, teacher)):
+        if other is not None:
+            write_json(run_dir / role.file, other.model_dump(mode="json"))
     # Last: its presence says that the others are whole.
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
 
 
-def make_run_program(config: RunConfig, store: Store) -> Program:
-    """The run's program; it needs the tokenizer's begin and end."""
+def make_run_program(config: RunConfig, store: Store, teacher: RunConfig | None = None) -> Program:
+    """The run's program; it needs the tokenizer's begin and end. `teacher` is as teacher.py has it."""
     special = (store.tokenizer.begin_id, store.tokenizer.end_id)
     tokens = Tokens(*special, config.data.isolated, config.data.marked)
-    return make_program(config.model, config.attention, config.train, config.optimizer, tokens)
+    program = make_program(config.model, config.attention, config.train, config.optimizer, tokens)
+    return program if teacher is None else dataclasses.replace(program, teacher=make_run_program(teacher, store))
 
 
 def open_corpus(run_dir: AnyPath, config: RunConfig) -> Store:

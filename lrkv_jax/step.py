@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from lrkv_jax import loss, marks, sharding
 from lrkv_jax.attention.base import AttentionConfig
 from lrkv_jax.optimizer import OptimizerConfig, frozen, learning_rate, make_optimizer
-from lrkv_jax.settings import Settings
+from lrkv_jax.settings import Settings, UserError
 from lrkv_jax.transformer import ModelConfig, Transformer
 
 TrainState = dict[str, Any]  # {"params": nnx.State, "opt": optax state, "step": int32}
@@ -35,6 +35,9 @@ class TrainConfig(Settings):
     """Seed of the initial parameters and of the order of the data."""
     z_loss: float = 0.0
     """Weight of logsumexp² in the objective, which keeps the softmax's normaliser near 1."""
+    distill_weight: float = 0.0
+    """w in the objective (1 − w)·CE + w·KL(teacher ‖ model) of each scored token; the teacher is `--distill-from`, and
+    without one w is 0."""
     loss_chunks: int = 4
     """Portions of the sequence whose logits exist at a time; must divide the context."""
     eval_every: int = 128
@@ -53,6 +56,8 @@ class TrainConfig(Settings):
             raise ValueError(f"seed = {self.seed}: must be at least 0 and below 2**32")
         if self.z_loss < 0:
             raise ValueError(f"z_loss = {self.z_loss}: must be 0 or more")
+        if not 0 <= self.distill_weight <= 1:
+            raise ValueError(f"distill_weight = {self.distill_weight}: must be between 0 (no teacher) and 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +87,8 @@ class Program:
     attention: AttentionConfig
     frozen: frozenset[tuple[str, ...]] = frozenset()
     """Paths of the parameters that don't train."""
+    teacher: Program | None = None
+    """That of the run that this one learns from; its parameters come with each step and never change."""
 
     def init_state(self, key: Array) -> TrainState:
         """Fresh parameters and optimizer state; under jit with shardings no device holds more than its part."""
@@ -107,24 +114,27 @@ class Program:
         """Shapes, dtypes and shardings of the state."""
         return sharding.with_shardings(jax.eval_shape(self.init_state, jax.random.key(0)), mesh)
 
-    def sums(self, params: PyTree, tokens: Int[Array, "B T1"]) -> tuple[Array, tuple[Array, Array]]:
-        """The objective's sum over a batch's tokens, and beside it the sum of nats and the count of scored tokens."""
-        model = nnx.merge(self.graph, params)
+    def sums(
+        self, params: PyTree, tokens: Int[Array, "B T1"], teacher: PyTree = None
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """The objective's sum over a batch's tokens, and beside it the sum of nats and the count of scored tokens.
+
+        With the teacher's parameters, beside these the sum of KL(teacher ‖ model) in nats.
+        """
         positions, segment_ids = self.places(tokens[:, :-1])
         ids, scored, _ = self.read(tokens)
-        hidden = model.hidden(ids[:, :-1], positions, segment_ids)
-        labels, weights = ids[:, 1:], scored[:, 1:].astype(jnp.float32)
-        nats, objective = loss.sum_nats(
-            hidden,
-            model.unembedding(),
-            labels,
-            weights,
-            self.model.logit_softcap,
-            self.train.loss_chunks,
-            self.train.z_loss,
-            sharding.context_ways(),
-        )
-        return objective, (nats, jnp.sum(weights))
+
+        def final(program: Program, params: PyTree) -> tuple[Array, Array]:
+            model = nnx.merge(program.graph, params)
+            return model.hidden(ids[:, :-1], positions, segment_ids), model.unembedding()
+
+        arrays = (*final(self, params), ids[:, 1:], scored[:, 1:].astype(jnp.float32))
+        how = (self.model.logit_softcap, self.train.loss_chunks, self.train.z_loss, sharding.context_ways())
+        if teacher is not None:
+            guide = loss.Teacher(*final(self.teacher, teacher))
+            how += (guide, self.train.distill_weight, self.teacher.model.logit_softcap)
+        nats, objective, *divergence = loss.sum_nats(*arrays, *how)
+        return objective, (nats, jnp.sum(arrays[-1]), *divergence)
 
     def read(self, tokens: Int[Array, "B T1"]) -> tuple[Int[Array, "B T1"], Bool[Array, "B T1"], Bool[Array, "B T1"]]:
         """The ids of a batch, which of them are scored as labels, and which begin a document."""
@@ -143,18 +153,18 @@ class Program:
         starts = jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
         return positions - starts, jnp.cumsum(begins, axis=1, dtype=jnp.int32)
 
-    def gradient(self, params: PyTree, tokens: Int[Array, "B T1"]) -> tuple[PyTree, Array, Array]:
-        """Gradient of the mean objective over the batch's tokens for what trains, sum of nats, count.
+    def gradient(self, params: PyTree, tokens: Int[Array, "B T1"], teacher: PyTree = None) -> tuple[PyTree, ...]:
+        """Gradient of the mean objective over the batch's tokens for what trains, and what `sums` has beside it.
 
         Microbatches add sums, and the division comes once at the end: equal to the whole batch's gradient even where
         they hold unequal counts of scored tokens.
         """
         trained, frozen = self.split(params)
-        sums = lambda trained, tokens: self.sums(nnx.merge_state(trained, frozen), tokens)  # noqa: E731
+        sums = lambda trained, tokens: self.sums(nnx.merge_state(trained, frozen), tokens, teacher)  # noqa: E731
         grad = jax.value_and_grad(sums, has_aux=True)
         parts = self.train.microbatches
         if parts == 1:
-            (_, (nats, count)), grads = grad(trained, tokens)
+            (_, found), grads = grad(trained, tokens)
         else:
             # Row i goes to microbatch i mod parts, so that each device's rows stay on it.
             split = tokens.reshape(-1, parts, tokens.shape[1]).swapaxes(0, 1)
@@ -163,18 +173,19 @@ class Program:
                 (_, aux), new = grad(trained, sharding.constrain(part, "batch", None))
                 return jax.tree.map(jnp.add, carry, (new, aux)), None
 
-            zero = jnp.zeros((), jnp.float32)
-            start = (jax.tree.map(jnp.zeros_like, trained), (zero, zero))
-            (grads, (nats, count)), _ = jax.lax.scan(add, start, split)
-        return jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads), nats, count
+            zeros = (jnp.zeros((), jnp.float32),) * (2 if teacher is None else 3)
+            (grads, found), _ = jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, trained), zeros), split)
+        return jax.tree.map(lambda g: g / jnp.maximum(found[1], 1), grads), *found
 
-    def train_step(self, state: TrainState, tokens: Int[Array, "B T1"]) -> tuple[TrainState, dict[str, Array]]:
-        """One optimizer step.
+    def train_step(
+        self, state: TrainState, tokens: Int[Array, "B T1"], teacher: PyTree = None
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """One optimizer step; `teacher` is the parameters of `self.teacher`, where there is one.
 
         Metrics: loss (nats/token), global gradient norm before clipping, global norm of the new parameters (so that
-        what is saved is known to be finite), rate of the matrices.
+        what is saved is known to be finite), rate of the matrices; with a teacher also kl (nats/token).
         """
-        grads, nats, count = self.gradient(state["params"], tokens)
+        grads, nats, count, *divergence = self.gradient(state["params"], tokens, teacher)
         trained, frozen = self.split(state["params"])
         updates, opt = self.optimizer.update(grads, state["opt"], trained)
         params = nnx.merge_state(optax.apply_updates(trained, updates), frozen)
@@ -183,6 +194,7 @@ class Program:
             "grad_norm": optax.tree.norm(grads),
             "param_norm": optax.tree.norm(params),
             "lr": self.rate(state["step"]),
+            **({"kl": divergence[0] / jnp.maximum(count, 1)} if divergence else {}),
         }
         return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
@@ -214,13 +226,21 @@ def make_program(
 
 
 def compile_train_step(program: Program, mesh: Mesh) -> tuple[TrainState, Any]:
-    """The abstract sharded state, and the jitted step that donates it."""
+    """The abstract sharded state, and the jitted step that donates it.
+
+    The step takes state and batch and, where the program has a teacher, the teacher's parameters. Raises UserError for
+    a weight without a teacher.
+    """
+    taught, weight = program.teacher is not None, program.train.distill_weight
+    if weight and not taught:
+        raise UserError(f"train.distill_weight = {weight}: needs a teacher, which is train.py's --distill-from")
     abstract = program.abstract_state(mesh)
     placed = sharding.shardings(abstract)
+    teacher = (sharding.shardings(program.teacher.abstract_state(mesh)["params"]),) if taught else ()
     step = jax.jit(
         program.train_step,
         donate_argnums=0,
-        in_shardings=(placed, sharding.batch_sharding(mesh)),
+        in_shardings=(placed, sharding.batch_sharding(mesh), *teacher),
         out_shardings=(placed, None),
     )
     return abstract, step

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 STUDIES = sorted((ROOT / "configs").glob("study*.py"))  # many runs of one size
 FILES = sorted(set((ROOT / "configs").glob("*.py")) - set(STUDIES))
 FAMILIES = ("lrkv", "mha", "gqa", "mqa", "mla")
+FROM_SCRATCH = [path for path in FILES if path.stem != "uptrain"]  # which continues conversions, of two families
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +25,7 @@ def in_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FROM_SCRATCH, ids=lambda path: path.stem)
 def test_config_files_hold_the_five_families(path):
     """Bugs: a file lacks a baseline, or its configs don't survive JSON."""
     for family in FAMILIES:
@@ -47,8 +49,7 @@ def test_headers_tell_what_dry_run_prints(path):
     """Bug: a header that was true of another config."""
     header = ast.get_docstring(ast.parse(path.read_text()))
     assert f"python train.py --config configs/{path.name}" in header
-    for family in FAMILIES:
-        config = load_configs(f"{path}:{family}")[1]
+    for family, config in runpy.run_path(str(path))["configs"].items():
         found = accounting.accounts(config)
         tokens = config.train.steps * config.train.batch_size * config.data.context
         row = re.search(rf"^ *{family} +([\d,]+) +([\d,]+) +([\d.]+) +(\S+)", header, re.MULTILINE)

@@ -191,7 +191,7 @@ def test_fine_tune_resume_and_merge(source, tmp_path, run):
     assert f"{place} began from {copy}@newest; {asked} {copy}@newest" in run(*other, status=2)
     assert "began from" in run("--init-from", f"{copy}@3", *begin[2:], status=2)
     assert "no --init-from" in run("--config", "configs/debug.py", "--run-dir", place, status=2)
-    assert "has begun, but from no other run" in run("--init-from", source, "--run-dir", source, status=2)
+    assert "began from no other run" in run("--init-from", source, "--run-dir", source, status=2)
 
     assert merge([str(place), "--out", str(tmp_path / "merged")]) == 0
     config = RunConfig.load(tmp_path / "merged")
