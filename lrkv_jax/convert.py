@@ -117,9 +117,11 @@ def problems(attention: dict[str, Any], moments: list[Moments] | None = None) ->
 
 
 def by_layer(attention: dict[str, Any], budget: int, moments: list[Moments] | None = None) -> tuple[int, ...]:
-    """Ranks of `budget` in all, such that the relative errors of all layers' keys and values have the least sum."""
+    """Ranks of `budget` in all such that least is lost, keys and values counted as shares of what rank 0 would lose of
+    them in all layers together (not in each: docs/log.md)."""
     layers = problems(attention, moments)
-    return water_fill(np.stack([tails(*layer["k"]) + tails(*layer["v"]) for layer in layers]), budget)
+    keys, values = (np.stack([tails(*layer[name]) for layer in layers]) for name in "kv")
+    return water_fill(keys / keys[:, 0].sum() + values / values[:, 0].sum(), budget)
 
 
 def to_lrkv(attention: dict[str, Any], ranks: tuple[int, ...], moments: list[Moments] | None = None) -> dict[str, Any]:

@@ -68,18 +68,17 @@ def factorise(
 
 
 def tails(weights: np.ndarray, inputs: np.ndarray | None = None, outputs: np.ndarray | None = None) -> np.ndarray:
-    """The weighted squared error at every rank 0..C over that of W_k = 0, [C + 1], arguments as `factorise` takes them.
+    """The weighted squared error at every rank 0..C, [C + 1], not over anything; arguments as `factorise` takes them.
 
     With the shared part that is best without residuals: an upper bound, from one decomposition, of what `factorise`
     reaches by moving it.
     """
     weights = weights.astype(np.float64)
     count, _, size = weights.shape
-    outputs = np.broadcast_to(np.eye(size), (count, size, size)) if outputs is None else _regular(outputs)
-    half, _ = _roots(outputs)
-    values = np.linalg.eigvalsh(_gram((weights - _mean(weights, outputs)) @ half, inputs)).sum(axis=0)  # ascending
-    left = np.concatenate([[0.0], np.cumsum(np.maximum(values, 0))])[::-1]
-    return left / _error(weights, inputs, half)
+    outputs = np.broadcast_to(np.eye(size), (count, size, size)) if outputs is None else outputs.astype(np.float64)
+    half, _ = _roots(outputs + RIDGE * _mean_eigenvalue(outputs) * np.eye(size))
+    values = np.linalg.eigvalsh(_gram((weights - _mean(weights, _regular(outputs))) @ half, inputs)).sum(axis=0)  # ascending
+    return np.concatenate([[0.0], np.cumsum(np.maximum(values, 0))])[::-1]
 
 
 def water_fill(errors: np.ndarray, budget: int) -> tuple[int, ...]:
@@ -124,9 +123,11 @@ def _gram(left: np.ndarray, inputs: np.ndarray | None) -> np.ndarray:
 def _regular(outputs: np.ndarray) -> np.ndarray:
     """Weights made safely invertible, and of one mean size over all heads together."""
     outputs = outputs.astype(np.float64)
-    size = outputs.shape[-1]
-    mean = np.trace(outputs, axis1=1, axis2=2).mean() / size
-    return outputs / mean + RIDGE * np.eye(size)
+    return outputs / _mean_eigenvalue(outputs) + RIDGE * np.eye(outputs.shape[-1])
+
+
+def _mean_eigenvalue(outputs: np.ndarray) -> float:
+    return float(np.trace(outputs, axis1=1, axis2=2).mean()) / outputs.shape[-1]
 
 
 def _roots(outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
