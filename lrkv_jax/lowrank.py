@@ -77,7 +77,9 @@ def tails(weights: np.ndarray, inputs: np.ndarray | None = None, outputs: np.nda
     count, _, size = weights.shape
     outputs = np.broadcast_to(np.eye(size), (count, size, size)) if outputs is None else outputs.astype(np.float64)
     half, _ = _roots(outputs + RIDGE * _mean_eigenvalue(outputs) * np.eye(size))
-    values = np.linalg.eigvalsh(_gram((weights - _mean(weights, _regular(outputs))) @ half, inputs)).sum(axis=0)  # ascending
+    values = np.linalg.eigvalsh(_gram((weights - _mean(weights, _regular(outputs))) @ half, inputs)).sum(
+        axis=0
+    )  # ascending
     return np.concatenate([[0.0], np.cumsum(np.maximum(values, 0))])[::-1]
 
 

@@ -21,7 +21,7 @@ from lrkv_jax.settings import UserError, describe
 
 TOLERANCE = 1e-3  # of a matched quantity, as a share of the reference's
 # Where two families differ by being what they are; anything else of the attention is a confound, or is named.
-FAMILY = tuple(f"attention.{name}" for name in ("family", "kv_heads", "rank", "latent", "rope_mode"))
+FAMILY = tuple(f"attention.{name}" for name in ("family", "kv_heads", "rank", "ranks", "latent", "rope_mode"))
 # The knob that sets each family's cache, if it isn't K, the number of key/value heads.
 CACHE_KNOBS = {"lrkv": "rank", "mla": "latent"}
 
