@@ -2,8 +2,10 @@
 
     python -m lrkv_jax.sweep configs/study.py [--out DIR] [--results DIR] [--jobs N] [--dry-run]
 
-Run `name` with seed s is the run directory OUT/name-s<s>, its output OUT/logs/name-s<s>.log. A run that fails is told
-and doesn't stop the rest; exit status 1 then. SIGTERM and Ctrl-C reach the runs, which save; the same command goes on.
+Run `name` with seed s is the run directory OUT/name-s<s>, its output OUT/logs/name-s<s>.log, what is kept of it
+RESULTS/name-s<s>.json; with that, a finished run whose directory is gone, or on another machine, is done. A run that
+fails is told and doesn't stop the rest; exit status 1 then. SIGTERM and Ctrl-C reach the runs, which save; the same
+command goes on.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class Job(NamedTuple):
     run_dir: Path
     steps: int
     """Of the whole run."""
+    summary: Path
+    """What is kept of it."""
 
     @property
     def title(self) -> str:
@@ -47,10 +51,20 @@ class Job(NamedTuple):
         return self.run_dir.name
 
     def result(self) -> dict | None:
-        """eval.json of the last step; eval.py may have written one of an earlier."""
+        """eval.json of the last step (eval.py may have written one of an earlier), as kept where the run is gone."""
         path = self.run_dir / "eval.json"
-        found = json.loads(path.read_text()) if path.exists() else None
+        if self.run_dir.exists():
+            found = json.loads(path.read_text()) if path.exists() else None
+        else:
+            found = self.kept().get("eval")
         return found if found and found["step"] == self.steps else None
+
+    def kept(self) -> dict:
+        """The summary; empty while there is none. Raises UserError where it is broken."""
+        try:
+            return json.loads(self.summary.read_text()) if self.summary.exists() else {}
+        except ValueError as error:
+            raise UserError(f"{self.summary}: not JSON ({error}); without it the run is made again") from None
 
     def step(self) -> int:
         """Steps done so far, by its metrics."""
@@ -65,12 +79,15 @@ class Sweep:
     """The state of a sweep: jobs that wait, run, are done or have failed."""
 
     def __init__(self, file: str, study: Study, out: Path, results: Path, jobs: int):
-        self._file, self._study, self._results = file, study, results
+        self._file, self._study = file, study
         self._logs = out / "logs"
         self._free = [cores(slot, jobs) for slot in range(jobs)]
         self._running: dict[Job, tuple[subprocess.Popen, set[int]]] = {}
         self.failed: dict[Job, str] = {}
-        every = [Job(name, seed, out / f"{name}-s{seed}", study.runs[name].train.steps) for name, seed in study.order()]
+        every = [
+            Job(name, seed, out / f"{name}-s{seed}", study.runs[name].train.steps, results / f"{name}-s{seed}.json")
+            for name, seed in study.order()
+        ]
         for job in every:
             check_same(study.runs[job.name], job)
         check_corpora(study, every)
@@ -134,9 +151,8 @@ class Sweep:
 
     def _keep(self, job: Job) -> None:
         """Leaves a finished run's summary among the results."""
-        path, log = self._results / f"{job.title}.json", self._logs / f"{job.title}.diversity.log"
-        kept = json.loads(path.read_text()) if path.exists() else {}
-        if kept.get("eval") == job.result() and "diversity" in kept:
+        log, kept = self._logs / f"{job.title}.diversity.log", job.kept()
+        if not job.run_dir.exists() or (kept.get("eval") == job.result() and "diversity" in kept):
             return
         diversity = [sys.executable, "-m", "lrkv_jax.diversity", str(job.run_dir)]
         with log.open("wb") as output:
@@ -148,7 +164,7 @@ class Sweep:
         label = self._study.labels.get(job.name, job.name)
         summary = records.summarise(job.run_dir, job.name, job.seed, label)
         corpus = json.loads((job.run_dir / "corpus.json").read_text())["fingerprint"]
-        records.write_summary(path, summary | {"shards": shards(self._study.runs[job.name]), "corpus": corpus})
+        records.write_summary(job.summary, summary | {"shards": shards(self._study.runs[job.name]), "corpus": corpus})
 
     def _last_line(self, job: Job) -> str:
         lines = (self._logs / f"{job.title}.log").read_text(errors="replace").split("\n")
@@ -204,12 +220,13 @@ def cores(slot: int, jobs: int) -> set[int]:
 
 
 def check_same(config: RunConfig, job: Job) -> None:
-    """Raises UserError where a run directory is of another config than the study's, before anything is run."""
+    """Raises UserError where a run, or what is kept of it, is of another config than the study's, before any is run."""
+    train = config.train.model_copy(update={"seed": job.seed})
+    ours = config.model_copy(update={"train": train, "family": job.name})
     if (job.run_dir / "config.json").exists():
-        train = config.train.model_copy(update={"seed": job.seed})
-        config.model_copy(update={"train": train, "family": job.name}).check_resume(
-            RunConfig.load(job.run_dir), job.run_dir
-        )
+        ours.check_resume(RunConfig.load(job.run_dir), job.run_dir)
+    elif kept := job.kept():
+        ours.check_resume(RunConfig.parse(json.dumps(kept.get("config")), job.summary), job.summary)
 
 
 def check_corpora(study: Study, jobs: list[Job]) -> None:
@@ -217,8 +234,8 @@ def check_corpora(study: Study, jobs: list[Job]) -> None:
     first: dict[str, tuple[Job, str]] = {}
     for job in jobs:
         path = job.run_dir / "corpus.json"
-        if path.exists():
-            fingerprint = json.loads(path.read_text())["fingerprint"]
+        fingerprint = json.loads(path.read_text())["fingerprint"] if path.exists() else job.kept().get("corpus")
+        if fingerprint:
             other, theirs = first.setdefault(study.runs[job.name].data.model_dump_json(), (job, fingerprint))
             if fingerprint != theirs:
                 raise UserError(f"{job.run_dir} is of another corpus than {other.run_dir}; their numbers don't compare")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -137,10 +138,22 @@ def test_a_failed_run_does_not_stop_the_rest_and_a_finished_one_is_skipped(tmp_p
     assert "1 done, 0 running, 1 left" in second.stdout.splitlines()[0]
     assert "mha-s0: started" not in second.stdout
 
-    (tmp_path / "study.py").write_text(text.replace('"steps": 2', '"steps": 3'))
+    other = text.replace('"steps": 2', '"steps": 3')
+    (tmp_path / "study.py").write_text(other)
     changed = sweep(tmp_path)
     assert changed.returncode == 2
     assert "train.steps = 3 (the run has 2)" in changed.stderr
+
+    # On another machine the summary stands for the run, and is held to the same.
+    shutil.rmtree(tmp_path / "runs")
+    changed = sweep(tmp_path)
+    assert changed.returncode == 2
+    assert "mha-s0.json is a run of another config: train.steps = 3 (the run has 2)" in changed.stderr
+    (tmp_path / "study.py").write_text(text)
+    assert "1 done, 0 running, 1 left" in sweep(tmp_path).stdout.splitlines()[0]
+    assert json.loads((tmp_path / "results/study/mha-s0.json").read_text()) == summary
+    (tmp_path / "results/study/mha-s0.json").write_text("{")
+    assert "results/study/mha-s0.json: not JSON" in sweep(tmp_path, "--dry-run").stderr
 
 
 def test_mistakes_end_in_one_line(tmp_path):
