@@ -9,9 +9,9 @@ The mixture that the paper names, one example a line (lrkv_jax/data/chat.py). No
     mmlu.jsonl       100,000 questions, the auxiliary train split of MMLU           once
     gsm8k.jsonl        8,000 word problems, the train split of GSM8K                four times, 32,000
 
-the latter two as {"prompt": question, "completion": answer}, or names (folders) that begin so. The paper gives no
-proportions. Those above are ours, and tuned for nothing: without repeats one example in seventy would be a word
-problem. A file that is missing is refused; --data.repeats gsm8k.jsonl=1 takes other files, or other counts.
+the latter two as {"prompt": question, "completion": answer}; several files, or a folder, may begin with one of these
+names. The paper gives no proportions. These counts are ours, and tuned for nothing: without them one example in seventy
+would be a word problem. A missing part is refused; --data.repeats gsm8k.jsonl=1 takes other files, or other counts.
 
 What `--dry-run` prints; the paper gives no cross-entropy after mid-training, nor its rates, which here are a tenth of
 those of its pretraining and tuned for nothing:

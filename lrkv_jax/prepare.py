@@ -24,11 +24,21 @@ def main() -> int:
     for split in SPLITS:
         counts = store.counts(split)
         print(f"{split:<12}{counts.documents:>12,}{counts.tokens:>16,}{counts.bytes:>16,}")
-    for name, of_file in store.mixture.items():
-        print("{:<28}{examples:>12,} train examples x {repeats} = {taken:,}".format(name, **of_file))
+    if store.mixture:
+        print(f"train examples and their answer tokens, by file\n{table(store.mixture)}")
     left = store.note or f"{store.dropped_tokens:,} train tokens left over"
     print(f"{store.records:,} records of {store.record_tokens:,} tokens; {left}")
     return 0
+
+
+def table(mixture: dict[str, dict[str, int]]) -> str:
+    """What the train split has of each file, and how often it takes that."""
+    width = max(12, *map(len, mixture))
+    lines = [f"{'file':<{width}}{'examples':>12}{'tokens':>16}{'repeats':>9}{'examples':>12}{'tokens':>16}"]
+    for name, of in mixture.items():
+        once, taken = (f"{of[f'examples{end}']:>12,}{of[f'tokens{end}']:>16,}" for end in ("", "_taken"))
+        lines.append(f"{name:<{width}}{once}{of['repeats']:>9}{taken}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from models import batch, program
 
 from lrkv_jax import marks, prepare, rundir
 from lrkv_jax.config import RunConfig, parse_command
-from lrkv_jax.data import DataConfig, Form, Tokenizer, ngram_cross_entropy, open_store
+from lrkv_jax.data import DataConfig, Form, Tokenizer, ngram_cross_entropy, open_store, writing
 from lrkv_jax.data.chat import canonical
 from lrkv_jax.data.corpus import Corpus
 from lrkv_jax.data.files import key_of
@@ -304,6 +304,7 @@ def test_a_mixture_takes_files_as_often_as_it_says(tokenizer, tmp_path, monkeypa
         (folder / file).write_text("".join(json.dumps(example) + "\n" for example in found))
     plain = make(tmp_path, path, begin).model_copy(update={"path": str(folder)})
     mixed = plain.model_copy(update={"repeats": ("gsm8k.jsonl=4", "more/*=2")})
+    monkeypatch.setattr(writing, "SHARD_TOKENS", 200)  # several shards
     alone, store = (open_store(config, VOCAB, progress=False) for config in (plain, mixed))
 
     times = {"c": 1, "g": 4, "m": 2}
@@ -314,12 +315,23 @@ def test_a_mixture_takes_files_as_often_as_it_says(tokenizer, tmp_path, monkeypa
         assert store.counts(split) == alone.counts(split)
         for number in range(len(store.windows(split))):
             np.testing.assert_array_equal(store._read(split, number), alone._read(split, number))
-    held_in = {of_file: sum(text.removeprefix(begin)[0] == of_file for text in once) for of_file in times}
-    assert store.mixture == {
-        file: {"examples": held_in[mark], "repeats": times[mark], "taken": held_in[mark] * times[mark]}
-        for file, mark in (("chat.jsonl", "c"), ("gsm8k.jsonl", "g"), ("more/mmlu.jsonl", "m"))
-    }
-    assert store.counts("train").documents == sum(of_file["taken"] for of_file in store.mixture.values())
+    texts = {of_file: [text for text in once if text.removeprefix(begin)[0] == of_file] for of_file in times}
+    names = {"chat.jsonl": "c", "gsm8k.jsonl": "g", "more/mmlu.jsonl": "m"}
+    assert store.mixture.keys() == alone.mixture.keys() == names.keys()
+    for name, mark in names.items():
+        answers = [text.split("[")[1].removesuffix("<|end|>]") for text in texts[mark]]
+        tokens = sum(len(tokenizer.encode(answer)) + 1 for answer in answers)
+        for n, mixture in ((times[mark], store.mixture), (1, alone.mixture)):
+            assert mixture[name] == {
+                "examples": len(answers),
+                "tokens": tokens,
+                "repeats": n,
+                "examples_taken": n * len(answers),
+                "tokens_taken": n * tokens,
+            }
+    counts = store.counts("train")
+    assert counts.documents == sum(of_file["examples_taken"] for of_file in store.mixture.values())
+    assert counts.tokens == sum(of_file["tokens_taken"] for of_file in store.mixture.values())
     again = open_store(mixed, VOCAB, progress=False, name=store.directory.name).batches(4, 3)
     for step in (0, 30):
         np.testing.assert_array_equal(again.batch_at(step), store.batches(4, 3).batch_at(step))
@@ -327,10 +339,12 @@ def test_a_mixture_takes_files_as_often_as_it_says(tokenizer, tmp_path, monkeypa
     cut = [T, plain.template, "drop"]
     key = key_of(FORMAT, Corpus(plain).key, tokenizer.sha256, tokenizer.begin_id, tokenizer.end_id, cut)
     assert alone.directory.name == f"sft-{key}"
-    assert not alone.mixture
     ones = open_store(plain.model_copy(update={"repeats": ("*=1",)}), VOCAB, progress=False)
-    assert ones.directory != alone.directory != store.directory
-    assert ones.fingerprint == alone.fingerprint != store.fingerprint
+    assert ones.directory == alone.directory != store.directory
+    assert alone.fingerprint != store.fingerprint
+    content = json.loads((alone.directory / "manifest.json").read_text())
+    del content["fingerprint"], content["dataset"], content["splits"]["train"]["mixture"]  # as it was before mixtures
+    assert writing.fingerprint_of(content) == alone.fingerprint
 
     rundir.found(tmp_path, RunConfig(data=mixed), store)
     assert rundir.read_json(tmp_path / "corpus.json")["mixture"] == store.mixture
@@ -339,7 +353,8 @@ def test_a_mixture_takes_files_as_often_as_it_says(tokenizer, tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", ["prepare", "--config", str(ROOT / "configs" / "debug.py"), *flags])
     with pytest.raises(SystemExit):
         prepare.main()
-    assert f"{held_in['g']} train examples x 4 = {4 * held_in['g']}\n" in capsys.readouterr().out
+    of_file = list(store.mixture["gsm8k.jsonl"].values())
+    assert ["gsm8k.jsonl", *map(str, of_file)] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
     for repeats, says in (
         (("gsm=2",), "data.repeats = 'gsm=2': matches no file; data.path = "),

@@ -9,7 +9,6 @@ Shakespeare), off its end, at the end of a line.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -40,9 +39,10 @@ class Corpus:
         self._root = self._cache / "datasets" / source
         self.key = key_of(source, self._shares)
         self._splits: dict[str, Texts | list[bytes]] = {}
-        self._times = file_times(config)
-        self.mixture: dict[str, dict[str, int]] = {}
-        """With `data.repeats`, after `prepare`: each file's train `examples`, `repeats` and their product `taken`."""
+        self.times = file_times(config)
+        """sft: how often the train split takes the examples of each file."""
+        self.files: list[str] = []
+        """sft, after `prepare`: the file of each document of the train split."""
 
     def prepare(self, progress: bool) -> None:
         """Builds the dataset and its splits where that is not done yet. Raises UserError saying what is missing."""
@@ -52,7 +52,7 @@ class Corpus:
             raise UserError(f"dataset {self.name} has no train split; it has {', '.join(builder.info.splits)}")
         shares = {name: share for name, share in self._shares.items() if name not in own}
         self._splits = own | (self._cut_off(own[TRAIN], shares, progress) if shares else {})
-        if self._times:
+        if self.times:
             self._repeat(self._splits[TRAIN], progress)
 
     def documents(self, split: str, start: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -91,12 +91,9 @@ class Corpus:
         """Takes each train example as often as its file is to be taken."""
         names = tqdm(train.names(), "mixing", len(train), disable=not progress, unit=" documents", file=sys.stderr)
         files = [name.rpartition(":")[0] for name in names]  # of `file:line`
-        self._splits[TRAIN] = train.only(spread(np.array([self._times[file] for file in files])))
-        examples = Counter(files)
-        self.mixture = {
-            file: {"examples": examples[file], "repeats": times, "taken": examples[file] * times}
-            for file, times in self._times.items()
-        }
+        order = spread(np.array([self.times[file] for file in files]))
+        self._splits[TRAIN] = train.only(order)
+        self.files = [files[number] for number in order]
 
 
 class Texts:

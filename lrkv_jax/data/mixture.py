@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -56,3 +56,19 @@ def spread(times: np.ndarray) -> np.ndarray:
     copies = np.arange(numbers.size) - np.repeat(np.cumsum(times) - times, times)
     places = (numbers / times.size + copies / times[numbers]) % 1.0
     return numbers[np.argsort(places, kind="stable")]
+
+
+def told(times: Mapping[str, int], shards: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, dict[str, int]]:
+    """Of each file its `examples` in the train split, those left out for their length aside, their scored `tokens`, its
+    `repeats`, and the products `examples_taken` and `tokens_taken`, which `shards` have by file."""
+    found = {}
+    for file, repeats in times.items():
+        examples, tokens = (sum(shard[file][i] for shard in shards if file in shard) for i in (0, 1))
+        found[file] = {
+            "examples": examples // repeats,
+            "tokens": tokens // repeats,
+            "repeats": repeats,
+            "examples_taken": examples,
+            "tokens_taken": tokens,
+        }
+    return found

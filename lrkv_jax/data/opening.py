@@ -103,8 +103,8 @@ def _trained_path(config: DataConfig, vocab: int, corpus: Corpus) -> Path:
 
 def _directory(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> Path:
     cut = [config.context, config.template, config.too_long] if config.marked else config.record_tokens
-    if config.repeats:  # without them stores keep the names they had before there were any
-        cut = [*cut, config.repeats]
+    if repeated := {file: times for file, times in corpus.times.items() if times > 1}:
+        cut = [*cut, repeated]  # else stores keep the names they had before there were repeats
     key = key_of(FORMAT, corpus.key, tokenizer.sha256, tokenizer.begin_id, tokenizer.end_id, cut)
     return config.cache() / "stores" / f"{config.dataset.replace('/', '-').replace(':', '-')}-{key}"
 

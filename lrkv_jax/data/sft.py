@@ -20,11 +20,11 @@ def example_files(path: str) -> tuple[Path, list[Path]]:
 
 
 def file_times(config: DataConfig) -> dict[str, int]:
-    """How often the train split takes the examples of each file, by its name below the folder; {} without `repeats`.
+    """How often the train split takes the examples of each file, by its name below the folder; {} of other datasets.
 
-    Raises UserError for patterns that don't fit the files.
+    Raises UserError for `repeats` that don't fit the files.
     """
-    if not config.repeats:
+    if not config.marked:
         return {}
     root, files = example_files(config.path)
     return times_of(config.repeats, [file.relative_to(root).as_posix() for file in files], config.path)

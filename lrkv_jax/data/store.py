@@ -68,9 +68,8 @@ class Store:
 
     @property
     def mixture(self) -> dict[str, dict[str, int]]:
-        """With `data.repeats`, for each file its train `examples`, too long ones too, `repeats` and their product
-        `taken`; else empty."""
-        return self._manifest.get("mixture", {})
+        """sft: of each file, what the train split has of it (mixture.py's `told`); else empty."""
+        return self._manifest["splits"][TRAIN].get("mixture", {})
 
     @property
     def dropped_tokens(self) -> int:

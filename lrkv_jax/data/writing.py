@@ -20,7 +20,7 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ from lrkv_jax import marks
 from lrkv_jax.data.chat import Form
 from lrkv_jax.data.corpus import Corpus
 from lrkv_jax.data.files import replacing, write_atomically
+from lrkv_jax.data.mixture import told
 from lrkv_jax.data.split import SPLITS, TRAIN
 from lrkv_jax.data.store import FORMAT, MANIFEST
 from lrkv_jax.data.tokenizer import Tokenizer
@@ -97,16 +98,18 @@ def write_store(
         "splits": splits,
         **({} if form is None else {"marked": True}),
     }
-    named = {"fingerprint": fingerprint_of(content), "dataset": corpus.name}
-    named |= {"mixture": corpus.mixture} if corpus.mixture else {}
-    manifest = named | content
+    manifest = {"fingerprint": fingerprint_of(content), "dataset": corpus.name} | content
     write_atomically(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
 def fingerprint_of(content: dict) -> str:
-    """Hash of all a manifest says but the files' sizes, which are up to the ArrayRecord library."""
+    """Hash of all a manifest says but the files' sizes, which are up to the ArrayRecord library, and the names of a
+    mixture's files."""
     shards = {split: [shard["sha256"] for shard in totals["shards"]] for split, totals in content["splits"].items()}
-    totals = {split: {k: v for k, v in totals.items() if k != "shards"} for split, totals in content["splits"].items()}
+    left_out = ("shards", "mixture")
+    totals = {
+        split: {k: v for k, v in totals.items() if k not in left_out} for split, totals in content["splits"].items()
+    }
     text = json.dumps([content | {"splits": totals}, shards], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -129,7 +132,7 @@ def _write_split(
         if shard is None:
             documents = watched(encode(corpus, tokenizer, split, position[0], form), bar)
             if form is not None:
-                shard = _write_examples(path, documents, tokenizer.end_id, record_tokens + 1)
+                shard = _write_examples(path, documents, tokenizer.end_id, record_tokens + 1, corpus.files)
             elif split == TRAIN:
                 shard = _write_stream(path, documents, position, tokenizer, record_tokens)
             else:
@@ -140,6 +143,8 @@ def _write_split(
     totals = {
         name: sum(shard[name] for shard in shards) for name in (*COUNTED, *(() if form is None else ("long", "lost")))
     }
+    if form is not None and split == TRAIN:
+        totals["mixture"] = told(corpus.times, [shard["by_file"] for shard in shards])
     return totals | {
         "shards": [{name: shard[name] for name in ("file", "records", "size", "sha256")} for shard in shards]
     }
@@ -244,8 +249,11 @@ def _write_documents(path: Path, documents: Iterator[Encoded], position: list[in
     }
 
 
-def _write_examples(path: Path, documents: Iterator[Encoded], end_id: int, size: int) -> dict:
-    """One shard of examples: packed into rows of `size` ids for training, one a record where they are held out."""
+def _write_examples(path: Path, documents: Iterator[Encoded], end_id: int, size: int, files: Sequence[str]) -> dict:
+    """One shard of examples: packed into rows of `size` ids for training, one a record where they are held out.
+
+    `files` are those of the train split's documents.
+    """
     read, length, last = [], 0, True
     for document in documents:
         read.append(document)
@@ -256,8 +264,13 @@ def _write_examples(path: Path, documents: Iterator[Encoded], end_id: int, size:
     kept = [document for document in read if document.ids.size]
     table = np.array([(marks.scored(document.ids), document.bytes) for document in kept], np.int64).reshape(-1, 2)
     rows = [document.ids for document in kept]
+    by_file: dict[str, tuple[int, int]] = {}
     if path.name.startswith(TRAIN):
         rows = list(marks.pack(rows, size, end_id))
+        for document, tokens in zip(kept, table[:, 0].tolist(), strict=True):
+            file = files[document.number]
+            examples, scored = by_file.get(file, (0, 0))
+            by_file[file] = examples + 1, scored + tokens
     else:
         _write_table(path, table)
     return _write_records(path, rows) | {
@@ -267,6 +280,7 @@ def _write_examples(path: Path, documents: Iterator[Encoded], end_id: int, size:
         "dropped": 0,
         "long": sum(not document.whole for document in read),
         "lost": len(read) - len(kept),
+        "by_file": by_file,
         "next": None if last else [read[-1].number + 1, 0],
     }
 
