@@ -6,7 +6,8 @@
 
 The run becomes LRKV at three cache budgets (calibrated on 65,536 tokens) and GQA at two like ones (mean pooling), and
 each trains on as configs/uptrain.py has it. So does the original itself, since training on changes any model; and one
-of the conversions twice more, learning from the original too. Validation CE is of the same windows.
+of the conversions again, learning from the original too, and without that for as many FLOPs as this costs. Validation
+CE is of the same windows.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ CONVERSIONS = {
     "gqa-50": ("GQA-3", ["--to", "gqa", "--kv-heads", "3"]),
     "gqa-33": ("GQA-2", ["--to", "gqa", "--kv-heads", "2"]),
 }
-# Runs that also learn from the original: which conversion, and by which weight.
-DISTILLED = {"lrkv-35-w0.5": ("lrkv-35", 0.5), "lrkv-35-w1": ("lrkv-35", 1.0)}
+# The conversion that trains on otherwise too, with what a label says of it; a weight brings the original as a teacher.
+VARIANTS = {
+    "lrkv-35-w0.5": ("lrkv-35", ", distilled w=0.5", ["--train.distill-weight", "0.5"]),
+    "lrkv-35-w1": ("lrkv-35", ", distilled w=1", ["--train.distill-weight", "1"]),
+    "lrkv-35-longer": ("lrkv-35", ", 136 steps", ["--train.steps", "136", "--train.eval-every", "34"]),
+}
 COLOURS = {"MHA": "#000000", "LRKV": "#0072B2", "GQA": "#D55E00"}  # Okabe and Ito
 
 
@@ -45,15 +50,14 @@ def run(source: Path, work: Path) -> None:
         if not (made / "eval.json").exists():
             call("-m", "lrkv_jax.convert", source, *flags, "--out", made)
         starts[name] = label, made
-    for name in (*starts, *DISTILLED):
-        key, weight = DISTILLED.get(name, (name, 0))
+    for name in (*starts, *VARIANTS):
+        key, addition, flags = VARIANTS.get(name, (name, "", []))
         (label, start), run_dir = starts[key], work / name
-        teacher = ("--distill-from", source, "--train.distill-weight", weight) if weight else ()
+        flags = [*flags, "--distill-from", source] if "--train.distill-weight" in flags else flags
         if not (run_dir / "eval.json").exists():
             config = f"configs/uptrain.py:{key}"
-            call("train.py", "--config", config, "--init-from", start, "--run-dir", run_dir, *teacher)
-        label += f", distilled w={weight:g}" if weight else ""
-        write_summary(RESULTS / f"{name}.json", summarise(run_dir, name, 1, label))
+            call("train.py", "--config", config, "--init-from", start, "--run-dir", run_dir, *flags)
+        write_summary(RESULTS / f"{name}.json", summarise(run_dir, name, 1, label + addition))
     write_summary(RESULTS / "original.json", summarise(source, "original", 0, "MHA"))
 
 
@@ -64,7 +68,7 @@ def call(*words: object) -> None:
 
 
 def show() -> None:
-    """results/convert/uptraining.png and the table, from the summaries."""
+    """results/convert/uptraining.png, without the variants, and the table with them; from the summaries."""
     runs = {record.name: record for record in read_runs(RESULTS)}
     original = runs.pop("original")
     goal = original.curve()[-1][1]
@@ -74,21 +78,13 @@ def show() -> None:
     axes.axhline(goal, color="0.4", linestyle=":", label=f"the original, {goal:.3f}")
     for record in sorted(runs.values(), key=lambda record: -record.eval["cache_percent_of_mha"]):
         tokens, ces = zip(*record.curve(), strict=True)
-        percent = record.eval["cache_percent_of_mha"]
+        percent, label = record.eval["cache_percent_of_mha"], name(record)
         family = record.label.split("-")[0].split(",")[0]
         style = {"MHA": "--", "LRKV": "-", "GQA": "-."}[family]
         shade = 1.0 if percent > 45 else 0.65 if percent > 30 else 0.4
-        label = name(record)
-        axes.plot(
-            [t / 1e6 for t in tokens],
-            ces,
-            style,
-            color=COLOURS[family],
-            alpha=shade,
-            marker="o",
-            markersize=3,
-            label=label,
-        )
+        if record.name not in VARIANTS:
+            look = {"color": COLOURS[family], "alpha": shade, "marker": "o", "markersize": 3, "label": label}
+            axes.plot([t / 1e6 for t in tokens], ces, style, **look)
         gap = f"{100 * (ces[0] - ces[-1]) / (ces[0] - goal):.0f} %" if ces[0] > goal + 1e-3 else "n/a"
         print(f"| {label} | {percent:.1f} | {ces[0]:.3f} | {ces[-1]:.3f} | {gap} | {record.eval['ce']:.3f} |")
     axes.set(xlabel="uptraining tokens (millions)", ylabel="validation cross-entropy (nats/token)")
