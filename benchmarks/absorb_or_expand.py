@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from lrkv_jax import bench_decode, bench_shapes
 from lrkv_jax.attention import kernels
 from lrkv_jax.settings import Parser, UserError, command

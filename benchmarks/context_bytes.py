@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from lrkv_jax import accounting, aot, compiled, sharding
 from lrkv_jax.config import RunConfig, load_configs
 from lrkv_jax.sharding import MeshConfig

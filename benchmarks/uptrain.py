@@ -21,6 +21,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from lrkv_jax.records import Record, read_runs, summarise, write_summary
 
 ROOT = Path(__file__).parent.parent

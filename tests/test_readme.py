@@ -1,8 +1,11 @@
 """What the README and docs/finetune.md tell people to type the commands themselves parse; what is linked to exists."""
 
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,14 @@ def test_commands_are_understood(command, monkeypatch):
         assert importlib.util.find_spec(words[1]), words[1]
     if words[0] == "train.py" or words[1] == "lrkv_jax.prepare":
         parse_command(words[0], "", words[1:] if words[0] == "train.py" else words[2:])
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "benchmarks").glob("*.py")))
+def test_benchmarks_find_the_package(script, tmp_path):
+    """Bug: `python benchmarks/...` as documented runs only where PYTHONPATH names the project."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    load = f"import runpy; runpy.run_path({str(ROOT / 'benchmarks' / script)!r})"
+    subprocess.run([sys.executable, "-c", load], cwd=tmp_path, env=environment, check=True, timeout=120)
 
 
 def test_links_and_files_exist():
