@@ -9,13 +9,11 @@ document beside it, in documents.json or documents-SPLIT-STEP.json.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 
 import jax
 
 from lrkv_jax import distributed, profiling, report, rundir, sharding
-from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
 from lrkv_jax.fit import runnable
 from lrkv_jax.origin import TEACHER, recorded
@@ -23,6 +21,7 @@ from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.sharding import MeshConfig
 from lrkv_jax.storage import path
 from lrkv_jax.teacher import model_of
+from lrkv_jax.trained import restored
 
 
 @distributed.together
@@ -42,9 +41,8 @@ def main() -> int:
     profiling.keep_compiled(options.compile_cache, config.data.cache())
     store = rundir.open_corpus(options.run_dir, config)
     program = rundir.make_run_program(config, store)
-    with contextlib.closing(Checkpointer(options.run_dir, config.checkpoint)) as checkpoints:
-        abstract = program.abstract_state(mesh)["params"]
-        params, step = checkpoints.restore_params(abstract, which(options.step))
+    abstract = program.abstract_state(mesh)["params"]
+    params, step = restored(options.run_dir, config, abstract, options.step)
     teacher_config = model_of(recorded(options.run_dir, TEACHER), config)
     result = report.score(config, program, params, step, store, mesh, options.split, teacher_config)
     if distributed.is_first():
@@ -64,15 +62,6 @@ def fitting(config: MeshConfig) -> MeshConfig:
         slices = {getattr(device, "slice_index", 0) for device in jax.devices() if device.platform == "tpu"}
         return MeshConfig(slices=max(len(slices), 1))
     return config
-
-
-def which(text: str) -> int | str:
-    """A step's number, `newest` or `best`."""
-    if text in ("newest", "best"):
-        return text
-    if not text.isdecimal():
-        raise UserError(f"--step {text}: must be newest, best, or a step's number")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 A run is a run directory or the JSON file that a study keeps of one. Two runs are compared document by document of the
 test split, with a bootstrap interval over documents: that is about two checkpoints. About two methods only seeds can
-tell, three a side at least, with Welch's t interval over their test cross-entropies. Differences are A − B.
+tell, three a side at least. A seed fixes the order of the data whatever the method, so that groups of the same seeds
+are compared seed by seed, with Student's t interval over the differences; others with Welch's. Differences are A − B.
 
 Runs of another corpus, tokenizer, split or context are refused: their numbers don't compare.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from lrkv_jax.intervals import LEVEL, RESAMPLES, Interval, paired_bootstrap, smallest_difference, welch
+from lrkv_jax.intervals import LEVEL, RESAMPLES, Interval, paired, paired_bootstrap, smallest_difference, welch
 from lrkv_jax.records import Record, flatten, read_runs
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.storage import AnyPath, path
@@ -98,14 +99,20 @@ def compare_groups(a: list[Record], b: list[Record]) -> None:
             f"{len(a)} and {len(b)} seeds: a claim about two methods needs at least {SEEDS} a side (about two "
             f"checkpoints: compare RUN_A RUN_B)"
         )
-    ces = [[run.eval["ce"] for run in side] for side in (a, b)]
-    found = welch(*ces)
-    sd = float(np.sqrt(np.mean([np.var(side, ddof=1) for side in ces])))
+    ces = [[run.eval["ce"] for run in sorted(side, key=lambda run: run.seed)] for side in (a, b)]
+    apart = welch(*ces)
+    pairs = {run.seed for run in a} == {run.seed for run in b}
+    if pairs:
+        found, sd = paired(*ces), float(np.std(np.subtract(*ces), ddof=1))
+        how = f"Student's t over {fewest} differences, seed by seed; unpaired {apart.low:+.4f} to {apart.high:+.4f}"
+    else:
+        found, sd = apart, float(np.sqrt(np.mean([np.var(side, ddof=1) for side in ces])))
+        how = f"Welch's t over {len(a)} and {len(b)} seeds"
     print(
-        f"\nA - B = {tell(found)}, Welch's t over {len(a)} and {len(b)} seeds.\n"
+        f"\nA - B = {tell(found)}, {how}.\n"
         f"{verdict(found, 'of these two methods', 'As these configs train on this text')}\n"
-        f"With this spread over seeds (sd {sd:.4f}) {fewest} a side find a difference of "
-        f"{smallest_difference(sd, fewest):.4f} four times in five; a smaller one may be there unseen.\n"
+        f"With this spread over {'differences' if pairs else 'seeds'} (sd {sd:.4f}) {fewest} a side find one of "
+        f"{smallest_difference(sd, fewest, pairs=pairs):.4f} four times in five; a smaller one may be there unseen.\n"
         f"All runs scored the same documents: what holds on other text, or at another size, they don't show."
     )
 

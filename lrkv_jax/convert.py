@@ -14,7 +14,6 @@ train.py --init-from take as any other.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,7 +28,6 @@ from lrkv_jax.accounting import cache_per_token
 from lrkv_jax.attention import families
 from lrkv_jax.attention.base import AttentionConfig
 from lrkv_jax.calibrate import Moments, calibrate
-from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import Store
 from lrkv_jax.evaluate import evaluate, make_eval_step
@@ -38,6 +36,7 @@ from lrkv_jax.lowrank import factorise, tails, water_fill
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.sharding import MeshConfig
 from lrkv_jax.storage import AnyPath, path
+from lrkv_jax.trained import restored
 from lrkv_jax.transformer import ModelConfig
 
 PREFIX = "blocks.attention."
@@ -183,9 +182,8 @@ class Source:
             raise UserError(f"{run_dir}: model.lora_rank = {self.config.model.lora_rank}: merge its adapters first")
         self.mesh: Mesh = sharding.make_mesh(MeshConfig())
         self.store: Store = rundir.open_corpus(run_dir, self.config)
-        with contextlib.closing(Checkpointer(run_dir, self.config.checkpoint)) as checkpoints:
-            abstract = self.program(self.config).abstract_state(self.mesh)["params"]
-            self.params, self.step = checkpoints.restore_params(abstract, step)
+        abstract = self.program(self.config).abstract_state(self.mesh)["params"]
+        self.params, self.step = restored(run_dir, self.config, abstract, step)
 
     def program(self, config: RunConfig) -> Any:
         """The program of a config on this run's corpus."""

@@ -18,7 +18,6 @@ Writes diversity.json and similarity.png into RUN_DIR/diversity (with --step, RU
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import math
 from typing import Any
@@ -28,11 +27,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
 from lrkv_jax.rundir import write_json
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.storage import AnyPath, path
+from lrkv_jax.trained import restored
 from lrkv_jax.transformer import Block, Transformer
 
 matplotlib.use("Agg")
@@ -72,8 +71,7 @@ def load_blocks(run_dir: AnyPath, which: str) -> tuple[list[Block], int]:
     model = config.model.model_copy(update={"dtype": "float32"})  # as weights are kept, whatever computed with them
     abstract = nnx.eval_shape(lambda: Transformer(model, config.attention, nnx.Rngs(params=0)))
     graph, template = nnx.split(abstract)
-    with contextlib.closing(Checkpointer(run_dir, config.checkpoint)) as checkpoints:
-        params, step = checkpoints.restore_params(template, which)
+    params, step = restored(run_dir, config, template, which)
     return nnx.merge(graph, params).split()[1], step
 
 

@@ -13,7 +13,6 @@ the text or --max-tokens are drawn. Several samples are drawn side by side and p
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -22,15 +21,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from lrkv_jax import accounting, attention, lora, sharding
-from lrkv_jax.checkpoint import Checkpointer
+from lrkv_jax import accounting, attention, sharding, trained
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import Form, Tokenizer
 from lrkv_jax.decode import Decoder, Session
-from lrkv_jax.fit import runnable
 from lrkv_jax.sampling import Sampling
 from lrkv_jax.settings import Parser, UserError, command
-from lrkv_jax.step import Tokens, make_program
 
 EVERY = 8  # tokens drawn between two looks at the device: few enough to read along, enough to hide the call
 
@@ -154,18 +150,11 @@ def room(tokens: int, options: argparse.Namespace, config: RunConfig) -> int:
 def load(options: argparse.Namespace, config: RunConfig, tokenizer: Tokenizer, slots: int) -> Decoder:
     """The run's model on all devices, with a row for every sample, and more where rows must divide over devices."""
     mesh = sharding.make_mesh(sharding.MeshConfig(tensor=options.tensor))
-    config = runnable(config, mesh)
-    tokens = Tokens(tokenizer.begin_id, tokenizer.end_id, config.data.isolated)
-    program = make_program(config.model, config.attention, config.train, config.optimizer, tokens)
-    with contextlib.closing(Checkpointer(options.run_dir, config.checkpoint)) as checkpoints:
-        params, _ = checkpoints.restore_params(program.abstract_state(mesh)["params"], options.step)
-    if config.model.lora_rank:  # adapters are added to the weights once, and not at every token
-        params = jax.jit(lambda params: lora.merge(program.graph, params))(params)
-        config = config.without_adapters()
-        program = make_program(config.model, config.attention, config.train, config.optimizer, tokens)
+    model = trained.load(options.run_dir, config, tokenizer, mesh, options.step)
     ways = sharding.row_ways(mesh)
     rows, vocab = -(-options.samples // ways) * ways, tokenizer.vocab_size
-    return Decoder(program, params, mesh, batch=rows, slots=slots, vocab=vocab, implementation=options.implementation)
+    how = {"batch": rows, "slots": slots, "vocab": vocab, "implementation": options.implementation}
+    return Decoder(model.program, model.params, mesh, **how)
 
 
 class Continuation:

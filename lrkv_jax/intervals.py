@@ -69,16 +69,33 @@ def welch(a: Sequence[float], b: Sequence[float], level: float = LEVEL) -> Inter
     return Interval(float(np.mean(a) - np.mean(b)), float(found.low), float(found.high))
 
 
-def smallest_difference(sd: float, seeds: int, level: float = LEVEL, power: float = 0.8) -> float:
+def paired(a: Sequence[float], b: Sequence[float], level: float = LEVEL) -> Interval:
+    """mean(a − b) with Student's t interval over the differences, for pairs that share what else moves them.
+
+    Raises UserError below two pairs, or where all differences are the same.
+    """
+    difference = np.subtract(a, b)
+    if difference.size < 2:
+        raise UserError(f"{difference.size} pairs of seeds: a spread over seeds needs at least 2")
+    if np.ptp(difference) == 0:
+        raise UserError("all seeds differ by the same number: they are copies of one run, not seeds")
+    found = stats.ttest_1samp(difference, 0.0).confidence_interval(level)
+    return Interval(float(difference.mean()), float(found.low), float(found.high))
+
+
+def smallest_difference(
+    sd: float, seeds: int, level: float = LEVEL, power: float = 0.8, *, pairs: bool = False
+) -> float:
     """The difference of two means that `seeds` runs a side tell from 0 with probability `power`, in the unit of `sd`.
 
     A two-sided two-sample t test at 1 − level, both sides with standard deviation `sd` over seeds: the shift at which
     a noncentral t passes the critical value with that probability (Cohen, Statistical Power Analysis, chapter 2; the
-    other tail adds less than 1e-6). Raises UserError below two seeds a side.
+    other tail adds less than 1e-6). With `pairs`, of `seeds` differences with standard deviation `sd`. Raises
+    UserError below two seeds a side.
     """
     if seeds < 2:
         raise UserError(f"{seeds} seeds a side: a spread over seeds needs at least 2")
-    freedom = 2 * seeds - 2
+    freedom = seeds - 1 if pairs else 2 * seeds - 2
     critical = stats.t.ppf((1 + level) / 2, freedom)
     shift = optimize.brentq(lambda shift: stats.nct.sf(critical, freedom, shift) - power, 0, 20 * critical)
-    return float(shift * sd * np.sqrt(2 / seeds))
+    return float(shift * sd * np.sqrt((1 if pairs else 2) / seeds))

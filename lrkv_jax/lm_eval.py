@@ -11,26 +11,22 @@ table. A document scored whole ends with its end token, which counts, as in eval
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from lrkv_jax import lora, sharding
-from lrkv_jax.checkpoint import Checkpointer
+from lrkv_jax import sharding, trained
 from lrkv_jax.config import RunConfig
 from lrkv_jax.data import Tokenizer
 from lrkv_jax.decode import Decoder
-from lrkv_jax.fit import runnable
 from lrkv_jax.likelihood import Scorer, continued, document
 from lrkv_jax.rundir import write_json
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.sharding import MeshConfig
-from lrkv_jax.step import Program, Tokens, make_program
+from lrkv_jax.step import Program
 from lrkv_jax.storage import AnyPath, path
 from lrkv_jax.until import Writer, wanted
 
@@ -115,16 +111,8 @@ def load(run_dir: AnyPath, step: str) -> Model:
     """A run's model on all devices here, each with copies, adapters merged. Raises UserError as a restore does."""
     config = RunConfig.load(run_dir)
     mesh = sharding.make_mesh(MeshConfig())
-    config = runnable(config, mesh)
     tokenizer = Tokenizer.load(run_dir / "tokenizer.json", config.data.begin_token, config.data.end_token)
-    tokens = Tokens(tokenizer.begin_id, tokenizer.end_id, config.data.isolated)
-    program = make_program(config.model, config.attention, config.train, config.optimizer, tokens)
-    with contextlib.closing(Checkpointer(run_dir, config.checkpoint)) as checkpoints:
-        params, number = checkpoints.restore_params(program.abstract_state(mesh)["params"], step)
-    if config.model.lora_rank:
-        params = jax.jit(lambda params: lora.merge(program.graph, params))(params)
-        config = config.without_adapters()
-        program = make_program(config.model, config.attention, config.train, config.optimizer, tokens)
+    config, program, params, number = trained.load(run_dir, config, tokenizer, mesh, step)
     return Model(config, tokenizer, program, params, number, mesh)
 
 

@@ -9,19 +9,18 @@ eval.py, generate, convert and train.py --init-from take it as any other.
 from __future__ import annotations
 
 import argparse
-import contextlib
 
 import jax
 
 from lrkv_jax import lora, sharding
 from lrkv_jax.accounting import textless_program
-from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig
 from lrkv_jax.handover import write_run
 from lrkv_jax.rundir import read_json
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.sharding import MeshConfig
 from lrkv_jax.storage import path
+from lrkv_jax.trained import restored
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,8 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError(f"{options.run_dir}: model.lora_rank = 0: it has no adapters to merge")
     program = textless_program(config)
     mesh = sharding.make_mesh(MeshConfig())
-    with contextlib.closing(Checkpointer(options.run_dir, config.checkpoint)) as checkpoints:
-        params, step = checkpoints.restore_params(program.abstract_state(mesh)["params"], options.step)
+    params, step = restored(options.run_dir, config, program.abstract_state(mesh)["params"], options.step)
     params = jax.jit(lambda params: lora.merge(program.graph, params))(params)
     corpus = read_json(options.run_dir / "corpus.json")["store"]
     write_run(options.out, config.without_adapters(), params, options.run_dir / "tokenizer.json", corpus)

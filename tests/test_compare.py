@@ -1,6 +1,7 @@
 """Comparisons: intervals with known answers and known coverage, what may be claimed, and refusals in one line each."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from scipy import stats
 
 from lrkv_jax import compare, rundir
 from lrkv_jax.config import RunConfig
-from lrkv_jax.intervals import paired_bootstrap, smallest_difference, welch
+from lrkv_jax.intervals import paired, paired_bootstrap, smallest_difference, welch
 from lrkv_jax.settings import UserError
 
 rng = np.random.default_rng(5)
@@ -81,6 +82,9 @@ def test_smallest_difference_is_cohens():
     a, b = 0.1 * draw.normal(size=(2, 4000, 3))
     found = stats.ttest_ind(a + difference, b, axis=1).pvalue < 0.05
     assert found.mean() == pytest.approx(0.8, abs=0.025)
+    difference = smallest_difference(0.1, 3, pairs=True)
+    found = stats.ttest_1samp(a + difference, 0.0, axis=1).pvalue < 0.05
+    assert found.mean() == pytest.approx(0.8, abs=0.025)
 
 
 def test_too_little_to_tell_is_refused():
@@ -90,6 +94,9 @@ def test_too_little_to_tell_is_refused():
     for a, b in (([1.0], [1.0, 2.0]), ([1.0, 1.0], [2.0, 2.0])):
         with pytest.raises(UserError, match="seeds"):
             welch(a, b)
+    for a, b in (([1.0], [2.0]), ([1.0, 2.0], [3.0, 4.0])):
+        with pytest.raises(UserError, match="seeds"):
+            paired(a, b)
     with pytest.raises(UserError, match="1 seeds a side"):
         smallest_difference(0.1, 1)
 
@@ -144,9 +151,9 @@ def test_equal_runs_are_not_told_apart(make, capsys):
 
 
 def test_groups(make, capsys):
-    """Bugs: seeds paired by order, an interval over documents for a claim about methods, the sign of the difference."""
+    """Bugs: seeds paired by place, an interval over documents for a claim about methods, the sign of the difference."""
     a = [make(f"a{seed}", shift, seed) for seed, shift in enumerate((0.30, 0.31, 0.32))]
-    b = [make(f"b{seed}", shift, seed, rank=8, documents=False) for seed, shift in enumerate((0.01, 0.02, 0.0))]
+    b = [make(f"b{seed}", shift, seed, rank=8, documents=False) for seed, shift in ((1, 0.01), (2, 0.02), (3, 0.0))]
     assert compare.main(["--group", *a, "--against", *b]) == 0
     told = capsys.readouterr().out
     half = stats.t.ppf(0.975, 4) * 0.01 * np.sqrt(2 / 3)
@@ -155,10 +162,25 @@ def test_groups(make, capsys):
         in told
     )
     assert "B is the better of these two methods" in told
-    assert f"(sd 0.0100) 3 a side find a difference of {smallest_difference(0.01, 3):.4f}" in told
+    assert f"(sd 0.0100) 3 a side find one of {smallest_difference(0.01, 3):.4f}" in told
     assert "train.seed" not in told
     assert compare.main(["--group", *a, "--group", *b]) == 0
     assert capsys.readouterr().out == told
+
+
+def test_groups_of_the_same_seeds_are_compared_seed_by_seed(make, capsys):
+    """Bugs: what a seed does to both sides counted as noise; pairs by place instead of by seed."""
+    shifts = {0: 0.30, 1: 0.10, 2: 0.20}
+    a = [make(f"a{seed}", shift, seed) for seed, shift in shifts.items()]
+    b = [make(f"b{seed}", shifts[seed] - 0.02 + 0.001 * seed, seed, rank=8) for seed in (2, 0, 1)]
+    assert compare.main(["--group", *a, "--against", *b]) == 0
+    told = capsys.readouterr().out
+    half, apart = stats.t.ppf(0.975, 2) * 0.001 / np.sqrt(3), stats.t.ppf(0.975, 4) * 0.1 * np.sqrt(2 / 3)
+    assert f"A - B = +0.0190 nats/token, 95 % interval {0.019 - half:+.4f} to {0.019 + half:+.4f}, Student's t" in told
+    unpaired = re.search(r"unpaired ([+-]\d\.\d+) to ([+-]\d\.\d+)", told)
+    assert [float(end) for end in unpaired.groups()] == pytest.approx([0.019 - apart, 0.019 + apart], abs=2e-3)
+    assert "B is the better of these two methods" in told
+    assert f"(sd 0.0010) 3 a side find one of {smallest_difference(0.001, 3, pairs=True):.4f}" in told
 
 
 def test_fewer_than_three_seeds_make_no_claim(make, capsys):

@@ -14,7 +14,6 @@ our own names for tensors, with a README.md that explains them.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -26,13 +25,13 @@ from jaxtyping import PyTree
 
 from lrkv_jax import lora, rundir, storage
 from lrkv_jax.accounting import abstract_parameters, textless_program
-from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import RunConfig, flatten, parse_fields
 from lrkv_jax.data import DataConfig, Tokenizer
 from lrkv_jax.handover import by_name, filled, host, write_run
 from lrkv_jax.hf import architecture, files, tensors
 from lrkv_jax.hf.page import page
 from lrkv_jax.settings import Parser, UserError, command
+from lrkv_jax.trained import restored
 
 PROG = "python -m lrkv_jax.hf"
 OURS = "lrkv_jax"  # model_type of what is no Llama, Qwen2 or Qwen3
@@ -159,8 +158,7 @@ def trained(run_dir: storage.AnyPath, config: RunConfig, step: str) -> tuple[Run
     template = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), program.abstract_params()
     )
-    with contextlib.closing(Checkpointer(run_dir, config.checkpoint)) as checkpoints:
-        params, number = checkpoints.restore_params(template, step)
+    params, number = restored(run_dir, config, template, step)
     if config.model.lora_rank:
         params = lora.merge(program.graph, params)
         config = config.without_adapters()
