@@ -118,12 +118,13 @@ def test_a_run_directory_like_any_other(checkpoint):
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_bfloat16_in_shards(checkpoint, tmp_path, name):
     """Bug: a shard is lost or its index names another; tensors keep float32, or are rounded twice; the model computes
-    in another dtype than the checkpoint says."""
+    in another dtype than the checkpoint says; others may read all files but the tensors'."""
     give_out(checkpoint(name)[1], tmp_path / "hf", "newest", "bfloat16", 3000)
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 2
     assert sorted(path.name for path in tmp_path.glob("hf/*.safetensors")) == files
+    assert len({path.stat().st_mode for path in tmp_path.glob("hf/*")}) == 1
     held = {key: tensor for file in files for key, tensor in load_file(tmp_path / "hf" / file).items()}
     rounded = {key: tensor.astype(ml_dtypes.bfloat16) for key, tensor in hf_models.weights(name).items()}
     assert same(held, rounded)

@@ -106,7 +106,11 @@ def write(folder: Path, tensors: Mapping[str, np.ndarray], dtype: str, most: int
     for file, names in zip(files, shards, strict=True):
         # save_file takes an array's memory as it lies, strides unseen.
         content = {name: np.ascontiguousarray(tensors[name], DTYPES[dtype]) for name in names}
-        save_file(content, folder / file, metadata={"format": "pt"})  # transformers refuses a file without
+        path = folder / file
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(content, path, metadata={"format": "pt"})  # transformers refuses a file without
+        path.chmod(mode)  # safetensors 0.8 leaves files that only their owner may read (its issue 782)
     if len(shards) > 1:
         total = sum(math.prod(tensor.shape) for tensor in tensors.values()) * DTYPES[dtype].itemsize
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
