@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from lrkv_jax import lora, rundir, storage
-from lrkv_jax.accounting import abstract_parameters, textless_program
+from lrkv_jax.accounting import abstract_parameters, accounts, textless_program
 from lrkv_jax.config import RunConfig, flatten, parse_fields
 from lrkv_jax.data import DataConfig, Tokenizer
 from lrkv_jax.handover import by_name, filled, host, write_run
@@ -83,7 +83,7 @@ def take_in(source: Path, out: storage.AnyPath, flags: list[str]) -> str:
     held.check(shapes, ignored=(*tensors.IGNORED, *(("lm_head.weight",) if config.model.tie_embeddings else ())))
     params = filled(abstract, held.__getitem__) if own else tensors.to_params(held, abstract, config.model.layers)
     write_run(out, config, params, tokenizer)
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    count = accounts(config).parameters
     return f"imported  {config.family}, {count:,} parameters, computing in {config.model.dtype}\nrun directory  {out}"
 
 
