@@ -156,9 +156,9 @@ def fit(
     logging = log_options(config, mesh, model_of(teacher, config))
 
     with jax.set_mesh(mesh), contextlib.closing(Checkpointer(run_dir, config.checkpoint)) as checkpoints:
-        teacher_params = read_teacher(teacher, program, mesh)
         restored = checkpoints.restore(abstract)
         state, step = restored or (initial_state(program, abstract, train.seed, origin), 0)
+        teacher_params = read_teacher(teacher, program, mesh) if step < train.steps else ()
         stream = contextlib.closing(batches.iterate(step, rows))
         log = Metrics(run_dir, step=step, resumed=restored is not None, **logging)
         profile = profiling.Profile(run_dir, options.profile if distributed.is_first() else None)

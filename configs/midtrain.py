@@ -11,7 +11,7 @@ The mixture that the paper names, one example a line (lrkv_jax/data/chat.py). No
 
 the latter two as {"prompt": question, "completion": answer}; several files, or a folder, may begin with one of these
 names. The paper gives no proportions. These counts are ours, and tuned for nothing: without them one example in seventy
-would be a word problem. A missing part is refused; --data.repeats gsm8k.jsonl=1 takes other files, or other counts.
+would be a word problem. A missing part is refused. For other files --data.repeats takes other patterns, or none.
 
 What `--dry-run` prints; the paper gives no cross-entropy after mid-training, nor its rates, which here are a tenth of
 those of its pretraining and tuned for nothing:

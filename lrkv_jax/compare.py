@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from lrkv_jax.intervals import LEVEL, RESAMPLES, Interval, paired, paired_bootstrap, smallest_difference, welch
-from lrkv_jax.records import Record, flatten, read_runs
+from lrkv_jax.records import Record, read_runs
 from lrkv_jax.settings import Parser, UserError, command
 from lrkv_jax.storage import AnyPath, path
 
@@ -178,7 +178,7 @@ def check_one_method(side: str, group: list[Record]) -> None:
 
 def differences(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
     """The config's fields in which two runs differ, with both values; "-" where a run has no such field."""
-    ours, theirs = flatten(a.config), flatten(b.config)
+    ours, theirs = a.fields(), b.fields()
     fields = (name for name in [*ours, *(theirs.keys() - ours.keys())] if name not in NAMES)
     pairs = {name: (ours.get(name, "-"), theirs.get(name, "-")) for name in fields}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

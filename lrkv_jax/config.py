@@ -202,7 +202,8 @@ def parse_command(prog: str, doc: str, args: list[str] | None = None, *, trains:
     else:
         name, default = load_configs(options.config or DEFAULT_CONFIG)
     config = parse_fields(prog, f"{doc}\n\n{first.format_help()}", default, rest)
-    _check_weight(config, options.distill_from)
+    if trains:
+        _check_weight(config, options.distill_from)
     run_dir = run_dir or Path("runs") / name
     others = (options.init_from, options.distill_from)
     for role, reference in zip((origins.SOURCE, origins.TEACHER), others, strict=True):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -98,28 +98,26 @@ class Problem(NamedTuple):
     """[K, C, C]."""
 
 
-def problems(attention: dict[str, Any], moments: list[Moments] | None = None) -> list[dict[str, Problem]]:
+def problems(attention: dict[str, Any], moments: list[Moments] | None = None) -> Iterator[dict[str, Problem]]:
     """Of every layer its keys `k` and values `v`; without moments all errors weigh alike."""
-    found = []
     for layer in range(attention["w_k"].shape[0]):
         w_k, w_v, w_o = (np.asarray(attention[name][layer], np.float64) for name in ("w_k", "w_v", "w_o"))
         weights = {"k": w_k.swapaxes(0, 1), "v": w_v.swapaxes(0, 1)}
         if moments is None:
-            found.append({name: Problem(each) for name, each in weights.items()})
+            yield {name: Problem(each) for name, each in weights.items()}
             continue
         seen, gain = moments[layer], attention.get("gain_k")
         outputs_k = seen.queries if gain is None else seen.queries * np.multiply.outer(*[np.asarray(gain[layer])] * 2)
         outputs_v = np.einsum("kjcd,kjed->kce", *[w_o.reshape(w_k.shape[1], -1, *w_o.shape[1:])] * 2)
         weighings = {"k": (seen.keys, outputs_k), "v": (seen.values, outputs_v)}
-        found.append({name: Problem(each, *weighings[name]) for name, each in weights.items()})
-    return found
+        yield {name: Problem(each, *weighings[name]) for name, each in weights.items()}
 
 
 def by_layer(attention: dict[str, Any], budget: int, moments: list[Moments] | None = None) -> tuple[int, ...]:
     """Ranks of `budget` in all such that least is lost, keys and values counted as shares of what rank 0 would lose of
     them in all layers together (not in each: docs/log.md)."""
-    layers = problems(attention, moments)
-    keys, values = (np.stack([tails(*layer[name]) for layer in layers]) for name in "kv")
+    layers = [[tails(*layer[name]) for name in "kv"] for layer in problems(attention, moments)]
+    keys, values = np.array(layers).swapaxes(0, 1)
     return water_fill(keys / keys[:, 0].sum() + values / values[:, 0].sum(), budget)
 
 

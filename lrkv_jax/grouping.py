@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
-from lrkv_jax.records import Record, flatten, groups
+from lrkv_jax.records import Record, groups
 
 KINDS = ("lrkv", "mla", "mha", "gqa", "mqa")
 Role = Literal["main", "matched", "control", "apart"]
@@ -74,7 +74,7 @@ def mean_sd(values: list[float]) -> tuple[float, float | None]:
 def arrange(records: list[Record]) -> tuple[list[Group], list[str]]:
     """All groups, the main ones first and by kind and size, and a line for every run that is not in the figures."""
     found = [
-        Group(runs, flatten(runs[0].config), "", "apart", float(runs[0].eval["cache_percent_of_mha"]))
+        Group(runs, runs[0].fields(), "", "apart", float(runs[0].eval["cache_percent_of_mha"]))
         for runs in groups(records)
     ]
     comparable = {id(group) for group in most_common(found, _setting)}
@@ -117,11 +117,12 @@ def _placed(group: Group, main: Group) -> Group:
 
 
 def _plain(group: Group) -> bool:
-    """Whether rotation and residual heads are the family's defaults."""
+    """Whether rotation and residual heads are the family's defaults, and all layers alike."""
     fields, heads, head_dim = group.fields, group.fields["attention.heads"], group.fields["attention.head_dim"]
     rotary = {"gqa": head_dim, "mla": head_dim // 2}.get(fields["attention.family"])
     usual = fields.get("attention.rotary_dim", rotary) == rotary
-    return usual and (group.kind != "lrkv" or fields.get("attention.kv_heads", heads) == heads)
+    alike = not fields.get("attention.ranks")
+    return usual and alike and (group.kind != "lrkv" or fields.get("attention.kv_heads", heads) == heads)
 
 
 def _one_each(found: list[Group]) -> Iterable[Group]:
@@ -165,8 +166,9 @@ def _named(found: list[Group]) -> list[Group]:
 def describe(group: Group) -> str:
     """A label from the config: `LRKV R=12 shared`, `GQA-3`; of an unknown family, the name of its config."""
     mode = "" if group.mode == "full" else f" {group.mode}"
+    ranks = group.fields.get("attention.ranks") or [group.size]
     names = {
-        "lrkv": f"LRKV R={group.size}{mode}",
+        "lrkv": f"LRKV R={' '.join(map(str, ranks))}{mode}",
         "mla": f"MLA L={group.size}",
         "mha": "MHA",
         "gqa": f"GQA-{group.size}",

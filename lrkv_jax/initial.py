@@ -53,6 +53,8 @@ def find(role: Role, asked: str, run_dir: AnyPath, seek: Callable[[], Origin]) -
 
     def meant() -> dict[str, Any] | None:
         known = origins.recorded(run_dir, role)
+        if known is not None and asked and not known.is_meant_by(asked, role):
+            known = _moved(known, asked, role) or known
         if known is not None and not (asked and known.is_meant_by(asked, role)):
             given = f"{role.flag} {asked}" if asked else f"no {role.flag}"
             raise UserError(f"{given}: {run_dir} {role.verb} {known}; use another --run-dir, or {role.flag} {known}")
@@ -64,6 +66,17 @@ def find(role: Role, asked: str, run_dir: AnyPath, seek: Callable[[], Origin]) -
 
     found = distributed.agreed(meant)
     return None if found is None else Origin.model_validate(found)
+
+
+def _moved(known: Origin, asked: str, role: Role) -> Origin | None:
+    """The very checkpoint in another place; None where the one there is another."""
+    run_dir, which = origins.parse(asked, role)
+    if which not in (known.which, str(known.step)) or not (run_dir / "config.json").exists():
+        return None
+    with _opened(run_dir) as checkpoints:
+        _, arrays, _ = checkpoints.look_up("params", known.step)
+    same = origins.fingerprint(arrays) == known.fingerprint
+    return known.model_copy(update={"run_dir": str(run_dir), "which": which}) if same else None
 
 
 def look(
@@ -91,8 +104,19 @@ def look(
 def _source(config: RunConfig, reference: str) -> Origin:
     """The checkpoint named, checked against the config of the run that is to begin from it."""
     origin = look(SOURCE, reference, config, lambda _, arrays: _there(abstract_parameters(config), arrays)[0])
+    ours, theirs = (_ranks(each) for each in (config, config_of(origin)))
+    if ours != theirs:
+        raise UserError(
+            f"{SOURCE.flag} {reference}: attention.ranks = {ours}, and the source has {theirs}; must be the "
+            f"same, since what its layers store beyond their ranks was never trained"
+        )
     tell(f"parameters of {origin.run_dir}, step {origin.step}", config, config_of(origin))
     return origin
+
+
+def _ranks(config: RunConfig) -> tuple[int, ...]:
+    """Of layers that differ in rank; empty of others, whose ranks their shapes tell."""
+    return getattr(config.attention, "ranks", ())
 
 
 def config_of(origin: Origin) -> RunConfig:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import jax
@@ -197,11 +198,23 @@ def _dimension_numbers(matrices: PyTree) -> PyTree:
 
 
 def _scale_by_shape(updates: PyTree, params: PyTree = None) -> PyTree:
-    """Multiplies each matrix's update by sqrt(max(1, outputs / inputs)), to keep its effect on the output in size."""
+    """Multiplies each matrix's update by sqrt(max(1, outputs / inputs)), to keep its effect on the output in size.
+
+    Of layers stored at the largest rank, labelled `ranks`, each by the shape of its own; rank 0 is no matrix.
+    """
 
     def scale(param: nnx.Param) -> nnx.Param:
-        inputs = math.prod(param.shape[dim] for dim in param.reduce)
-        outputs = math.prod(param.shape[dim] for dim in param.output)
-        return jax.tree.map(lambda update: update * math.sqrt(max(1.0, outputs / inputs)), param)
+        def factor(shape: Sequence[int]) -> float:
+            inputs, outputs = (math.prod(shape[dim] for dim in dims) for dims in (param.reduce, param.output))
+            return math.sqrt(max(1.0, outputs / inputs)) if inputs else 0.0
+
+        ranks = param.get_metadata().get("ranks")
+        if ranks is None:
+            by = factor(param.shape)
+        else:
+            at = param.axes.index("rank")
+            shapes = [(*param.shape[:at], rank, *param.shape[at + 1 :]) for rank in ranks]
+            by = jnp.array([factor(shape) for shape in shapes]).reshape(-1, *[1] * (len(param.shape) - 1))
+        return jax.tree.map(lambda update: update * by, param)
 
     return jax.tree.map(scale, updates, is_leaf=_is_param)

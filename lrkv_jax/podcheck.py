@@ -20,6 +20,7 @@ import dataclasses
 import json
 import math
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,9 @@ def main() -> int:
     options, rest = own.parse_known_args()
     rest = ["--config", options.config, *rest]
     config = parse_command(own.prog, f"{__doc__}\n{own.format_help()}", rest, trains=False).config
+    if config.train.distill_weight:
+        print("compiled without the teacher, whose parameters and forward pass come on top", file=sys.stderr)
+        config = config.model_copy(update={"train": config.train.model_copy(update={"distill_weight": 0.0})})
     if options.topology is None:
         raise UserError("--topology is needed: v5e:4x4, v5p:4x4x4, v6e:16x16, ...")
     if options.json is not None:

@@ -17,7 +17,13 @@ from lrkv_jax.storage import AnyPath, write_atomically
 TRAIN_POINTS = 200  # rows of training kept in a summary; a curve drawn needs no more
 DEPTH = 2  # folders below the given one in which runs are looked for
 # What a run directory may hold beside its config and metrics, and the field of the summary it becomes.
-EXTRAS = {"eval": "eval.json", "documents": "documents.json", "diversity": "diversity/diversity.json"}
+EXTRAS = {
+    "eval": "eval.json",
+    "documents": "documents.json",
+    "diversity": "diversity/diversity.json",
+    "origin": "origin.json",
+    "teacher": "teacher.json",
+}
 # What figures and comparisons read of an eval.json.
 EVAL_FIELDS = (
     *("split", "ce", "bits_per_byte", "tokens", "bytes", "documents", "parameters", "train_tokens", "train_flops"),
@@ -62,8 +68,22 @@ class Record(NamedTuple):
     """Per layer: `layer`, `heads`, and effective ranks `uncentred`, `centred`."""
     shards: dict[str, float] | None = None
     """Cache bytes per token on each device, by ways of tensor parallelism ("1", "2", ...)."""
+    origin: dict[str, Any] | None = None
+    """The run whose parameters it began from, as origin.py keeps it."""
+    teacher: dict[str, Any] | None = None
+    """The run it learned from, likewise."""
     note: str = ""
     """One line on why it can't be used, or empty."""
+
+    def fields(self) -> dict[str, Any]:
+        """Its config by dotted names, and those of the runs it came from below `origin` and `teacher`, seeds aside."""
+        found = flatten(self.config)
+        for role, other in (("origin", self.origin), ("teacher", self.teacher)):
+            theirs = flatten(other["config"], role) if other else {}
+            found |= {
+                key: value for key, value in theirs.items() if key not in (f"{role}.train.seed", f"{role}.family")
+            }
+        return found
 
     def curve(self, split: str = "validation") -> list[tuple[float, float]]:
         """(tokens, cross-entropy) of every evaluation on a held-out split during training, oldest first."""
@@ -76,7 +96,7 @@ class Record(NamedTuple):
 
     def key(self) -> str:
         """What runs of one group share, whatever their seed and name: the mathematics, and the text scored."""
-        fields = {name: value for name, value in flatten(self.config).items() if name not in ("train.seed", "family")}
+        fields = {name: value for name, value in self.fields().items() if name not in ("train.seed", "family")}
         return json.dumps([fields, self.scored()], sort_keys=True)
 
 
@@ -198,18 +218,23 @@ def _check(found: dict[str, Any]) -> None:
         row["layer"], row["heads"], row["uncentred"], row["centred"]
     for row in found["metrics"]:
         _ = (row["tokens"], row["split"], row["ce"]) if row["kind"] == "eval" else (row["tokens"], row["loss"])
+    for role in ("origin", "teacher"):
+        if found.get(role):
+            found[role]["config"].items(), found[role]["fingerprint"]
     if found.get("eval"):
         for field in EVAL_FIELDS:
             found["eval"][field]
 
 
 def _without_repeats(records: list[Record]) -> list[Record]:
-    """Marks all but the first of finished runs with the same config, seed and text, which would count as two seeds."""
-    seen: dict[tuple[str, int], str] = {}
+    """Marks all but the first of finished runs with the same config, seed, text and runs that they came from, which
+    would count as two seeds."""
+    seen: dict[tuple, str] = {}
     kept = []
     for record in records:
         if record.eval:
-            first = seen.setdefault((record.key(), record.seed), record.source)
+            others = [other and other["fingerprint"] for other in (record.origin, record.teacher)]
+            first = seen.setdefault((record.key(), record.seed, *others), record.source)
             if first != record.source:
                 record = record._replace(
                     eval=None, note=f"{record.source}: the same run as {first} (config and seed), left out"

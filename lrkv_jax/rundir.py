@@ -100,6 +100,8 @@ def found(
     for role, other in ((origins.SOURCE, origin), (origins.TEACHER, teacher)):
         if other is not None:
             write_json(run_dir / role.file, other.model_dump(mode="json"))
+        else:  # of a start with another that was killed before it was one
+            (run_dir / role.file).unlink(missing_ok=True)
     # Last: its presence says that the others are whole.
     write_json(run_dir / "config.json", config.model_dump(mode="json"))
 

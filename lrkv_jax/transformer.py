@@ -117,6 +117,7 @@ class Transformer(nnx.Module):
         std = 0.02 if model.tie_embeddings else 1.0
         self.embed = parameter((vocab, width), ("vocab", "embed"), std, "embed", rngs)
         self.blocks = stack(lambda keys: Block(model, family, keys), model.layers, rngs)
+        self.blocks.attention.stacked()
         self.final_norm = RMSNorm(width, model.norm_eps, model.norm_gain)
         self.unembed = (
             None

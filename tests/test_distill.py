@@ -320,14 +320,19 @@ def test_resumed_from_the_same_teacher(teachers, tmp_path, run):
     assert rows(place) == whole
     assert json.loads((place / "eval.json").read_text()) == result
 
-    other = shutil.copytree(teacher, tmp_path / "other")
+    other = teachers(tmp_path / "other", seed=6)
     asked = f"learns from {teacher}@newest; use another --run-dir, or --distill-from {teacher}@newest"
     assert asked in run(train, *begin[:-3], other, *begin[-2:], status=2)
     assert asked in run(train, *begin[:-4], status=2)
     alone = ["--config", "configs/debug.py", "--run-dir", other, *begin[-4:]]
     assert f"{other} learns from no other run" in run(train, *alone, status=2)
-    shutil.rmtree(teacher)
-    run(train, *begin)  # finished
+    moved = shutil.move(teacher, tmp_path / "moved")
+    back_to_step_2()
+    run(train, *begin[:-3], moved, *begin[-2:])
+    assert json.loads((place / "eval.json").read_text()) == result
+    (place / "eval.json").unlink()
+    run(train, *begin)  # only its score was lacking
+    assert json.loads((place / "eval.json").read_text()) == result
     back_to_step_2()
     gone = run(train, *begin, status=2)
     assert f"--distill-from {teacher}@newest: checkpoint 5 is missing" in gone

@@ -174,6 +174,31 @@ def test_rates_of_one_model_become_a_point_and_controls(tmp_path):
     assert sorted(group.label for group in found) == ["LRKV R=3", "MHA", "MHA (peak_lr 0.02)"]
 
 
+def test_layers_of_different_rank_are_a_control(tmp_path):
+    """Fails if a list of ranks is a traceback, or such a run a point of the uniform ranks' curve."""
+    found, _ = arrange(records.read_runs(write(tmp_path, run(LRKV, 2.8), run(LRKV | {"ranks": [1, 3]}, 2.7))))
+    assert [(group.label, group.role) for group in found] == [("LRKV R=3", "main"), ("LRKV R=1 3", "control")]
+
+
+def test_runs_that_came_from_others_are_no_seeds_of_one(tmp_path):
+    """Fails if what a run began or learned from is no part of its method, or another teacher a copy."""
+
+    def other(seed, **attention):
+        config = {"family": "mha", "attention": {"family": "gqa"} | attention, "train": {"seed": seed}}
+        return {"fingerprint": f"{seed}{attention}", "config": config}
+
+    write(
+        tmp_path,
+        run(LRKV, 2.8),
+        run(LRKV, 2.7) | {"teacher": other(0)},
+        run(LRKV, 2.6) | {"teacher": other(1)},
+        run(LRKV, 2.5, 1) | {"teacher": other(0, kv_heads=1)},
+    )
+    read = records.read_runs(tmp_path)
+    assert not [record.note for record in read if record.note]
+    assert [len(group) for group in records.groups(read)] == [1, 2, 1]
+
+
 def test_two_run_directories(tmp_path, capsys):
     """Fails if a plain user's runs need a study, a label, shards or diversity; writes every file."""
     for summary in (run(LRKV, 2.8, percent=40.0, diversity=False), run(MHA, 3.0, diversity=False)):

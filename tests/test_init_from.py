@@ -136,6 +136,8 @@ def test_what_does_not_fit_is_listed(source, tmp_path, capsys):
     assert "checkpoint 4 is missing" in refusal("--init-from", f"{source}@4")
     assert "'last' should be a step, newest or best" in refusal("--init-from", f"{source}@last")
     assert "is no run directory" in refusal("--init-from", tmp_path)
+    line = refusal(*run, "--attention.ranks", 3, 1)
+    assert f"--init-from {source}: attention.ranks = (3, 1), and the source has (); must be the same" in line
     assert not (tmp_path / "run").exists()
     capsys.readouterr()
     find_origin(parsed(*run, "--attention.rope-base", "5e5", "--data.context", "64"))
@@ -187,7 +189,7 @@ def test_fine_tune_resume_and_merge(source, tmp_path, run):
     assert json.loads((place / "eval.json").read_text()) == result
 
     asked = "use another --run-dir, or --init-from"
-    other = [*begin[:1], source, *begin[2:]]
+    other = [*begin[:1], f"{source}@best", *begin[2:]]
     assert f"{place} began from {copy}@newest; {asked} {copy}@newest" in run(*other, status=2)
     assert "began from" in run("--init-from", f"{copy}@3", *begin[2:], status=2)
     assert "no --init-from" in run("--config", "configs/debug.py", "--run-dir", place, status=2)

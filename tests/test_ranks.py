@@ -110,6 +110,34 @@ def test_accounts_are_of_what_is_used():
     assert live.cache_bytes() == 2 * 8 * accounting.cache_per_token(made.model, made.attention)[1]
 
 
+def test_a_layer_starts_and_moves_as_one_of_its_rank():
+    """Bugs: B drawn, or U and B moved by Muon, as the largest rank would have it, in a layer of a lower one."""
+    ranks, muon = (12, 0, 2), MUON.model_copy(update={"weight_decay": 0.0})
+    drawn = np.random.default_rng(0).normal(size=(2, 3, 16, 4, 12)).astype(np.float32)
+
+    def moved(family, used):
+        prog = small(family, muon, layers=3)
+        params = prog.init_params(jax.random.key(0))
+        grads = jax.tree.map(jnp.zeros_like, params)
+        down, up = (grads["blocks"]["attention"][name]["w"] for name in ("u_k", "b_k"))
+        down.set_value(jnp.array(drawn[0, ..., : family.rank] * used[..., : family.rank]))
+        up.set_value(jnp.array((drawn[1, :, :8, :, : family.rank] * used[..., : family.rank]).transpose(0, 2, 3, 1)))
+        updates, _ = prog.optimizer.update(grads, prog.optimizer.init(params), params)
+        return named(params), named(updates)
+
+    beyond = np.arange(12) < np.array(ranks)[:, None, None, None]
+    params, updates = moved(lrkv.Config(**HEADS, rank=12, ranks=ranks), beyond)
+    for layer, rank in ((0, 12), (2, 2)):
+        _, alone = moved(lrkv.Config(**HEADS, rank=rank), np.ones_like(beyond))
+        for name in ("u_k", "b_k"):
+            found, expected = (each[f"blocks.attention.{name}.w"][layer] for each in (updates, alone))
+            found = found[..., :rank] if name == "u_k" else found[:, :rank]
+            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
+            assert np.abs(expected).max() > 1e-3
+        both = np.stack([params[f"blocks.attention.{name}.w"][layer][:, :rank] for name in ("b_k", "b_v")])
+        assert both.std() == pytest.approx(0.1 / rank**0.5, rel=0.2)
+
+
 def test_adapters_go_with_it():
     """Bug: an adapter of U or B has another rank than its projection, or adds to what is unused."""
     prog = small(BY_LAYER, layers=3, lora_rank=2)

@@ -124,6 +124,9 @@ class AttentionBase(nnx.Module):
         """A gain [C] on normed queries or keys, where the config asks for gains."""
         return constant(1.0, (self.config.head_dim,), ("head_dim",)) if self.config.qk_norm_gain else None
 
+    def stacked(self) -> None:
+        """Fits what was drawn alike for all layers, and stacked, to what each uses of it (`narrow`)."""
+
     def narrow(self, index: int) -> None:
         """Leaves of the stored shape what layer `index` uses; for families whose layers differ (`config.by_layer`)."""
 

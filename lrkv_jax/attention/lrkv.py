@@ -109,6 +109,17 @@ class Attention(AttentionBase):
         self.bias_k, self.bias_v = self.bias(groups, "kv_heads"), self.bias(groups, "kv_heads")
         self.gain_q, self.gain_k = self.gain(), self.gain()
 
+    def stacked(self) -> None:
+        """Scales each layer's B as its own rank would have it drawn, and labels U and B with the ranks for Muon."""
+        if not self.config.by_layer or not self.config.rank:
+            return
+        ranks = self.config.ranks
+        for param in (self.u_k.w, self.u_v.w, self.b_k.w, self.b_v.w):
+            param.set_metadata("ranks", ranks)
+        scale = jnp.sqrt(self.config.rank / jnp.maximum(jnp.array(ranks, jnp.float32), 1))[:, None, None, None]
+        for param in (self.b_k.w, self.b_v.w):
+            param.set_value(param.get_value() * scale)
+
     def narrow(self, index: int) -> None:
         """The first ranks[index] of U's columns and B's rows; none of either where that is 0."""
         if not self.config.by_layer:

@@ -55,7 +55,7 @@ MEANING = {
 def page(config: RunConfig, params: PyTree) -> str:
     """README.md of an exported model that is no Llama, Qwen2 or Qwen3."""
     family = families()[config.attention.family]
-    told = ", ".join(f"{name} = {value}" for name, value in config.attention if value is not None)
+    told = ", ".join(f"{name} = {value}" for name, value in config.attention if value not in (None, ()))
     return f"""# Model of lrkv-jax: {config.attention.family}
 
 `config.json` holds the run's whole configuration under `run`. Where these tensors came from, they go back with
