@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # LLVM's optimisation takes half the time of compiling programs as small as these, and the suite compiles hundreds.
@@ -9,6 +10,7 @@ for flag in ("xla_force_host_platform_device_count=8", "xla_backend_optimization
     if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}".strip()
 
+import pytest
 from jaxtyping import install_import_hook
 
 # Kept for the whole run: every function of ours that says a shape is held to it, in tests only.
@@ -29,3 +31,12 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
+
+
+@pytest.fixture(scope="module")
+def in_root(tmp_path_factory):
+    """Commands run where a person would run them, with a cache of the file's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(__file__).parent.parent)
+        patch.setenv("LRKV_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -5,7 +5,6 @@ import functools
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import chex
 import jax
@@ -28,7 +27,7 @@ from lrkv_jax.step import Program, Tokens, compile_train_step
 from lrkv_jax.teacher import find_teacher, model_of
 from train import main as train
 
-ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.usefixtures("in_root")
 
 
 # The loss
@@ -194,15 +193,6 @@ def test_sharded_equals_unsharded(monkeypatch):
 
 
 # The command
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_root(tmp_path_factory):
-    """Commands run where a person would run them, with a cache of this file's own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.setenv("LRKV_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -22,17 +22,8 @@ from lrkv_jax.settings import UserError, command
 from lrkv_jax.sharding import MeshConfig
 from train import main as train
 
-ROOT = Path(__file__).parent.parent
 MINE = ["--data.dataset", "text_files", "--train.steps", "2", "--optimizer.warmup-steps", "0", "--data.context", "64"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_root(tmp_path_factory):
-    """Commands run where a person would run them, with a cache of this file's own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.setenv("LRKV_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("in_root")
 
 
 @pytest.fixture(scope="module")
