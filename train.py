@@ -198,13 +198,17 @@ def fit(
         except NotFinite as error:
             checkpoints.wait()
             kept = checkpoints.steps()
-            raise UserError(
-                f"{', '.join(f'{name} = {value}' for name, value in error.values.items())} at step {error.step} "
-                f"(batch_at({error.step - 1}) of train.seed = {train.seed}); last good checkpoint: "
-                f"{f'step {kept[-1]}' if kept else 'none'}. Try a lower optimizer.peak_lr or more warm-up, in another "
-                f"--run-dir"
-            ) from None
+            raise UserError(not_finite(error, train.seed, kept)) from None
     return state, step
+
+
+def not_finite(error: NotFinite, seed: int, kept: list[int]) -> str:
+    """The line that a run ends in: what was no number and where, what is left, what to try."""
+    values = ", ".join(f"{name} = {value}" for name, value in error.values.items())
+    return (
+        f"{values} at step {error.step} (batch_at({error.step - 1}) of train.seed = {seed}); last good checkpoint: "
+        f"{f'step {kept[-1]}' if kept else 'none'}. Try a lower optimizer.peak_lr or more warm-up, in another --run-dir"
+    )
 
 
 def log_options(config: RunConfig, mesh: Mesh, teacher_config: RunConfig | None) -> dict[str, Any]:

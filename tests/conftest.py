@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -40,3 +41,22 @@ def in_root(tmp_path_factory):
         patch.chdir(Path(__file__).parent.parent)
         patch.setenv("LRKV_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs a command's `main` in this process; returns its output, or the line of its error."""
+    from lrkv_jax import rundir
+    from lrkv_jax.settings import command
+
+    def command_line(main, *args, status=0):
+        compiled = str(tmp_path / "compiled")
+        monkeypatch.setattr(sys, "argv", [main.__module__, *map(str, args), "--compile-cache", compiled])
+        with pytest.raises(SystemExit) as stopped:
+            command(main)()
+        rundir._held.clear()  # gives the lock back, as a process that ends does
+        out, err = capsys.readouterr()
+        assert (stopped.value.code or 0) == status, err
+        return next(line for line in err.splitlines() if line.startswith("error: ")) if status else out
+
+    return command_line

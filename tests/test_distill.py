@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import sys
 
 import chex
 import jax
@@ -21,7 +20,7 @@ from lrkv_jax.checkpoint import Checkpointer
 from lrkv_jax.config import load_configs, parse_command
 from lrkv_jax.data import open_store
 from lrkv_jax.metrics import TIMINGS, read_rows
-from lrkv_jax.settings import UserError, command
+from lrkv_jax.settings import UserError
 from lrkv_jax.sharding import MeshConfig
 from lrkv_jax.step import Program, Tokens, compile_train_step
 from lrkv_jax.teacher import find_teacher, model_of
@@ -262,24 +261,6 @@ def test_flops_include_the_teacher_s_forward_pass(teachers, tmp_path):
     flops = accounting.dot_flops(forward(accounting.abstract_parameters(reference)).jaxpr) / config.data.context
     assert both - alone == pytest.approx(flops, rel=1e-9)
     assert "the forward pass of the teacher (gqa) included" in accounting.dry_run(options.config, config)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Runs a command in this process; returns its output, or the line of its error."""
-
-    def command_line(main, *args, status=0):
-        monkeypatch.setattr(
-            sys, "argv", [main.__module__, *map(str, args), "--compile-cache", str(tmp_path / "compiled")]
-        )
-        with pytest.raises(SystemExit) as stopped:
-            command(main)()
-        rundir._held.clear()  # gives the lock back, as a process that ends does
-        out, err = capsys.readouterr()
-        assert (stopped.value.code or 0) == status, err
-        return next(line for line in err.splitlines() if line.startswith("error: ")) if status else out
-
-    return command_line
 
 
 def rows(run_dir):

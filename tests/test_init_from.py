@@ -1,8 +1,8 @@
 """train.py --init-from: whose parameters a run begins with, what may differ, and what it needs of its source later."""
 
+import functools
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import jax
@@ -18,9 +18,9 @@ from lrkv_jax.data import open_store
 from lrkv_jax.initial import find_origin, initial_state
 from lrkv_jax.merge import main as merge
 from lrkv_jax.metrics import read_rows
-from lrkv_jax.settings import UserError, command
+from lrkv_jax.settings import UserError
 from lrkv_jax.sharding import MeshConfig
-from train import main as train
+from train import main
 
 MINE = ["--data.dataset", "text_files", "--train.steps", "2", "--optimizer.warmup-steps", "0", "--data.context", "64"]
 pytestmark = pytest.mark.usefixtures("in_root")
@@ -137,22 +137,12 @@ def test_what_does_not_fit_is_listed(source, tmp_path, capsys):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def train(run):
     """Runs train.py in this process; returns its output, or the line of its error."""
-
-    def command_line(*args, status=0):
-        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, args), "--compile-cache", "off"])
-        with pytest.raises(SystemExit) as stopped:
-            command(train)()
-        rundir._held.clear()  # gives the lock back, as a process that ends does
-        out, err = capsys.readouterr()
-        assert (stopped.value.code or 0) == status, err
-        return next(line for line in err.splitlines() if line.startswith("error: ")) if status else out
-
-    return command_line
+    return functools.partial(run, main)
 
 
-def test_fine_tune_resume_and_merge(source, tmp_path, run):
+def test_fine_tune_resume_and_merge(source, tmp_path, train):
     """Bugs: a resumed run that begins from its source again, or needs it at all; one that takes another source
     silently; a run whose adapters can't be resumed or merged; a curve without its first point."""
     copy = shutil.copytree(source, tmp_path / "source")
@@ -170,21 +160,21 @@ def test_fine_tune_resume_and_merge(source, tmp_path, run):
         "--model.lora-targets",
         "mlp.*",
     ]
-    assert "lrkv, step 2" in run(*begin)
+    assert "lrkv, step 2" in train(*begin)
     scores = [row["step"] for row in read_rows(place / "metrics.jsonl") if row["kind"] == "eval"]
     assert scores == [0, 2]
     result = json.loads((place / "eval.json").read_text())
     shutil.rmtree(copy)
     (place / "eval.json").unlink()
-    run(*begin)
+    train(*begin)
     assert json.loads((place / "eval.json").read_text()) == result
 
     asked = "use another --run-dir, or --init-from"
     other = [*begin[:1], f"{source}@best", *begin[2:]]
-    assert f"{place} began from {copy}@newest; {asked} {copy}@newest" in run(*other, status=2)
-    assert "began from" in run("--init-from", f"{copy}@3", *begin[2:], status=2)
-    assert "no --init-from" in run("--config", "configs/debug.py", "--run-dir", place, status=2)
-    assert "began from no other run" in run("--init-from", source, "--run-dir", source, status=2)
+    assert f"{place} began from {copy}@newest; {asked} {copy}@newest" in train(*other, status=2)
+    assert "began from" in train("--init-from", f"{copy}@3", *begin[2:], status=2)
+    assert "no --init-from" in train("--config", "configs/debug.py", "--run-dir", place, status=2)
+    assert "began from no other run" in train("--init-from", source, "--run-dir", source, status=2)
 
     assert merge([str(place), "--out", str(tmp_path / "merged")]) == 0
     config = RunConfig.load(tmp_path / "merged")
