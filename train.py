@@ -197,8 +197,7 @@ def fit(
                 checkpoints.save(step, state)
         except NotFinite as error:
             checkpoints.wait()
-            kept = checkpoints.steps()
-            raise UserError(not_finite(error, train.seed, kept)) from None
+            raise UserError(not_finite(error, train.seed, checkpoints.steps())) from None
     return state, step
 
 

@@ -160,7 +160,10 @@ class Program:
         they hold unequal counts of scored tokens.
         """
         trained, frozen = self.split(params)
-        sums = lambda trained, tokens: self.sums(nnx.merge_state(trained, frozen), tokens, teacher)  # noqa: E731
+
+        def sums(trained: PyTree, tokens: Array) -> tuple[Array, tuple[Array, ...]]:
+            return self.sums(nnx.merge_state(trained, frozen), tokens, teacher)
+
         grad = jax.value_and_grad(sums, has_aux=True)
         parts = self.train.microbatches
         if parts == 1:

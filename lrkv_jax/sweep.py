@@ -92,7 +92,7 @@ class Sweep:
             check_same(study.runs[job.name], job)
         check_corpora(study, every)
         self.done = [job for job in every if job.result()]
-        self._waiting = [job for job in every if not job.result()]
+        self._waiting = [job for job in every if job not in self.done]
         self.stopped = 0
         self._started, self._steps_at_start = time.monotonic(), self._steps_left()
 

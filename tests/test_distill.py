@@ -63,7 +63,10 @@ def oracle(softcap, teacher_softcap, share, z_loss):
 
 def plain(hidden, unembed, teacher_hidden, softcap, teacher_softcap, share, z_loss):
     """The objective as it is written, for autodiff."""
-    bend = lambda logits, cap: logits if cap is None else cap * jnp.tanh(logits / cap)  # noqa: E731
+
+    def bend(logits, cap):
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
     logits = bend(hidden @ unembed, softcap)
     log_p = jax.nn.log_softmax(bend(teacher_hidden @ TEACHER_UNEMBED, teacher_softcap))
     log_q = jax.nn.log_softmax(logits)

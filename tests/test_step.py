@@ -179,4 +179,5 @@ def test_strict_promotion_in_forward_and_loss(model):
     prog = program(dtype="bfloat16", tokens=Tokens(BEGIN, models.END, True), **model)
     params = prog.init_state(jax.random.key(0))["params"]
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        jax.eval_shape(prog.sums, params, batch())
+        objective, (nats, count) = jax.eval_shape(prog.sums, params, batch())
+    assert [(each.shape, each.dtype) for each in (objective, nats, count)] == [((), "float32")] * 3
